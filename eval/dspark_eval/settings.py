@@ -1,0 +1,144 @@
+"""The options of `dspark bench` and `dspark eval`, checked before anything is loaded.
+
+A wrong value raises `UserError` here, so that a typing mistake costs a second and not the minute
+that loading a target takes. What depends on the drafter (draft length against block size) is
+checked after loading, by `setup`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from dspark.errors import UserError
+from dspark.runtime.sampling import SamplingParams
+
+DEVICES = ("cpu", "cuda")
+DTYPES = ("float32", "bfloat16", "float16")
+PUBLISHED_SEED = 980406  # the seed of DeepSpec's evaluation, for numbers to be set beside its own
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise UserError(problem)
+
+
+def _check_shared(options: BenchOptions | EvalOptions) -> None:
+    """What both commands ask of the options they have in common."""
+    _require(bool(str(options.draft)), "--draft: expected the folder of a drafter; got nothing")
+    _require(
+        options.draft_length is None or options.draft_length >= 1,
+        f"--draft-length: expected 1 or more; got {options.draft_length}",
+    )
+    _require(
+        options.max_new_tokens >= 2,
+        f"--max-new-tokens: expected 2 or more, the first token is not decoded by a round; "
+        f"got {options.max_new_tokens}",
+    )
+    _require(
+        options.n_prompts >= 1, f"--n-prompts: expected 1 or more; got {options.n_prompts}"
+    )
+    _require(
+        options.threads is None or options.threads >= 1,
+        f"--threads: expected 1 or more; got {options.threads}",
+    )
+    _require(
+        options.dtype in DTYPES,
+        f"--dtype: expected one of {', '.join(DTYPES)}; got {options.dtype!r}",
+    )
+    _require(
+        options.device.split(":")[0] in DEVICES,
+        f"--device: expected cpu, cuda or cuda:N; got {options.device!r}",
+    )
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """One call of `dspark bench`.
+
+    draft: folder of the drafter. target: "nano" or a checkpoint folder. prompts: a suite name or a
+    JSONL file. temperature: one run for each value. draft_length: None = the drafter's block size.
+    repeats: times each prompt is measured. warmup: prompts decoded before the clock counts.
+    peer: also measure transformers' `generate` on a `kimi_linear` model of equal shape.
+    """
+
+    draft: str | Path
+    target: str | Path = "nano"
+    prompts: str | Path = "nano-problems"
+    n_prompts: int = 60
+    max_new_tokens: int = 256
+    draft_length: int | None = None
+    batch: int = 1
+    policy: str = "fixed"
+    temperature: tuple[float, ...] = (0.0,)
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = PUBLISHED_SEED
+    warmup: int = 2
+    repeats: int = 1
+    threads: int | None = None
+    device: str = "cpu"
+    dtype: str = "float32"
+    peer: bool = False
+    json: Path | None = None
+    plot: Path | None = None
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        _check_shared(self)
+        _require(self.batch == 1, f"--batch: expected 1, the batch size measured; got {self.batch}")
+        _require(
+            self.policy == "fixed",
+            f"--policy: expected 'fixed', a constant draft length; got {self.policy!r}",
+        )
+        _require(self.warmup >= 1, f"--warmup: expected 1 or more; got {self.warmup}")
+        _require(self.repeats >= 1, f"--repeats: expected 1 or more; got {self.repeats}")
+        _require(len(self.temperature) > 0, "--temperature: expected at least one value")
+        _require(
+            len(set(self.temperature)) == len(self.temperature),
+            f"--temperature: each value once; got {', '.join(map(str, self.temperature))}",
+        )
+        for setting in self.sampling():
+            _require(math.isfinite(setting.temperature), "--temperature: expected a finite number")
+
+    def sampling(self) -> tuple[SamplingParams, ...]:
+        """The sampling parameters of each run, in the order asked for."""
+        return tuple(
+            SamplingParams(temperature=value, top_p=self.top_p, top_k=self.top_k)
+            for value in self.temperature
+        )
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """One call of `dspark eval`.
+
+    suites: suite names or JSONL files, each reported on its own. n_prompts: at most this many of
+    each set, drawn with `seed`. out: folder for eval.json and acceptance.png, None = print only.
+    """
+
+    draft: str | Path
+    target: str | Path = "nano"
+    suites: tuple[str, ...] = ("nano",)
+    n_prompts: int = 100
+    max_new_tokens: int = 256
+    draft_length: int | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = PUBLISHED_SEED
+    threads: int | None = None
+    device: str = "cpu"
+    dtype: str = "float32"
+    out: Path | None = None
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        _check_shared(self)
+        _require(len(self.suites) > 0, "--suite: expected at least one suite name or JSONL file")
+        self.sampling()
+
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters of the run."""
+        return SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
