@@ -1,0 +1,107 @@
+"""The one protocol that hides a model from the rest of the runtime.
+
+A target embeds, runs and un-embeds tokens, and its cache can take back what it has just read.
+Speculative decoding needs exactly one more thing than plain decoding: rows that stay *pending*
+until it is known how many of them were right.
+
+Letters: B batch, T new rows, D hidden, V vocab, N number of taps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from dspark.taps import TapSet
+
+
+@dataclass(frozen=True, eq=False)
+class TargetOutput:
+    """Result of one pass over T new rows.
+
+    hidden  [B, T, D], after the final norm: `Target.logits(hidden)` are the next-token logits
+    taps    [B, T, N*D], tapped states side by side, ascending layer id; None if none were asked
+    """
+
+    hidden: Tensor
+    taps: Tensor | None
+
+
+class Cache(Protocol):
+    """All state of a batch of requests: attention latents, recurrent states, windows, lengths.
+
+    Invariant: whatever was proposed, taken back and committed before, the cache equals that of a
+    fresh prefill of the committed tokens.
+    """
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64, committed tokens per row; pending rows are not counted."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, pending block included."""
+        ...
+
+    def commit(self, n: int | Tensor) -> None:
+        """Keep the first n (an int, or [B] per row) of the T pending rows and drop the rest.
+
+        Raises ValueError if n is outside 0..T or nothing is pending.
+        """
+        ...
+
+    def rollback(self) -> None:
+        """Drop all pending rows: `commit(0)`."""
+        ...
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows ([b] int64, distinct), in this order; nothing may be pending."""
+        ...
+
+
+class Target(Protocol):
+    """A causal language model that can be verified against."""
+
+    name: str
+    vocab_size: int
+    """Logical size: `logits` has exactly this width, padding rows of the table are cut off."""
+    hidden_size: int
+    num_layers: int
+    tap_kinds: tuple[str, ...]
+    end_token_ids: tuple[int, ...]
+    device: torch.device
+    dtype: torch.dtype
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[...] int64 -> [..., D]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] post-norm states -> [..., V] float32, a fresh tensor the caller may overwrite."""
+        ...
+
+    def new_cache(self, batch: int, max_length: int) -> Cache:
+        """Empty cache for `batch` rows of at most `max_length` tokens, pending rows included."""
+        ...
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: Cache,
+        *,
+        valid: Tensor | None = None,
+        taps: TapSet | None = None,
+        commit: bool,
+    ) -> TargetOutput:
+        """Run [B, T] tokens after what the cache holds.
+
+        valid [B, T] bool marks real tokens of a left- or right-padded batch (None: all).
+        commit True: rows are folded into the cache at once (prefill, plain decoding);
+        False: they stay pending until `cache.commit(n)`.
+        """
+        ...
