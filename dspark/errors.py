@@ -8,4 +8,4 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """A wrong file, option or configuration value, described in one line for the person who gave it."""
+    """A wrong file, option or configuration value, in one line for whoever gave it."""

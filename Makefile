@@ -1,0 +1,60 @@
+# Two commands matter: `make demo` shows a measured speed-up, `make test` proves the claims.
+# Both need Python 3.10 or newer and a package registry, nothing else.
+
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_VENV ?= .venv-demo
+DEMO_RUN ?= runs/demo
+
+# Spinning OpenMP threads would fight the other core for nothing.
+export OMP_WAIT_POLICY := passive
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+TEST_BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow oracles lint clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
+
+demo: $(DEMO_VENV)/.installed  ## distil a drafter for the shipped target, then measure the speed-up
+	$(DEMO_VENV)/bin/python -m dspark distill --out $(DEMO_RUN)
+	$(DEMO_VENV)/bin/python -m dspark bench --batch 1 --draft $(DEMO_RUN) --draft-length 7 \
+		--temperature 0 --temperature 1 --peer \
+		--json $(DEMO_RUN)/bench.json --plot $(DEMO_RUN)/bench.png
+
+test: $(VENV)/.oracles  ## the fast tier on CPU (under 15 minutes on 2 cores)
+	$(TEST_BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: $(VENV)/.oracles  ## the slow tier on CPU
+	$(TEST_BIN)/python -m pytest -m "slow and not gpu"
+
+oracles: $(VENV)/.oracles  ## install the pinned peers that tests compare with
+
+lint: $(VENV)/.installed  ## ruff check, ruff format, mypy
+	$(TEST_BIN)/ruff check .
+	$(TEST_BIN)/ruff format --check .
+	$(TEST_BIN)/mypy
+
+clean:  ## remove environments, caches and builds; runs/ stays
+	rm -rf .venv .venv-demo build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch has its own line: the pinned version first, so that resolving the rest cannot pick a newer
+# and much larger one.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(VENV)/bin/python -m pip install --quiet -e ".[dev]" -c constraints.txt
+	touch $@
+
+$(VENV)/.oracles: $(VENV)/.installed requirements/oracles.txt
+	$(VENV)/bin/python -m pip install --quiet --no-deps -r requirements/oracles.txt
+	touch $@
+
+$(DEMO_VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(DEMO_VENV)/bin/python || $(PYTHON) -m venv $(DEMO_VENV)
+	$(DEMO_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(DEMO_VENV)/bin/python -m pip install --quiet -e . -c constraints.txt
+	touch $@
