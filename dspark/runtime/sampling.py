@@ -117,11 +117,7 @@ def _top_p(scores: Tensor, p: float) -> Tensor:
 
 def check_logits(logits: Tensor, whose: str = "target") -> None:
     """Raise BadLogits for the first row that holds NaN or +inf, or only -inf."""
-    _check_peak(logits.amax(dim=-1), whose)
-
-
-def _check_peak(peak: Tensor, whose: str) -> None:
-    """Peak: the largest logit of each row. It is NaN, +inf or -inf exactly if the row is bad."""
+    peak = logits.amax(dim=-1)  # NaN, +inf or -inf exactly if the row is bad
     finite = torch.isfinite(peak)
     if bool(finite.all()):
         return
@@ -132,17 +128,11 @@ def _check_peak(peak: Tensor, whose: str) -> None:
     raise BadLogits(whose, row, position, found)
 
 
-def argmax_checked(logits: Tensor, whose: str = "target") -> Tensor:
-    """[..., V] -> [...] id of the largest logit, ties to the lowest id; BadLogits as `to_probs`."""
-    peak, best = logits.max(dim=-1)
-    _check_peak(peak, whose)
-    return best
-
-
 def sample(logits: Tensor, params: SamplingParams, generator: Generators) -> Tensor:
     """[B, V] target logits -> [B] int64 tokens: argmax at temperature 0, else a draw."""
     if params.greedy:
-        return argmax_checked(logits)
+        check_logits(logits)
+        return logits.argmax(dim=-1)
     return draw(to_probs(logits, params), generator)
 
 

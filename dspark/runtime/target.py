@@ -82,7 +82,7 @@ class Target(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] post-norm states -> [..., V] float32, a fresh tensor the caller may overwrite."""
+        """[..., D] post-norm states -> [..., V] float32, the caller's to overwrite."""
         ...
 
     def new_cache(self, batch: int, max_length: int) -> Cache:

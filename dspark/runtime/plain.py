@@ -1,0 +1,132 @@
+"""One token per step: the baseline that speculation is measured against, and batch generation.
+
+Both use the target pass, the sampling code and the checks of the speculative loop; the only
+difference is that every step yields exactly one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from dspark.runtime.prefill import (
+    PREFILL_CHUNK,
+    TokenCallback,
+    check_request,
+    clock,
+    end_ids,
+    prefill,
+)
+from dspark.runtime.records import Generation
+from dspark.runtime.sampling import SamplingParams, request_generator, sample
+from dspark.runtime.target import Cache, Target
+
+
+@torch.inference_mode()
+def plain_generate(
+    target: Target,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingParams,
+    end_token_ids: Collection[int] | None = None,
+    seed: int = 0,
+    on_tokens: TokenCallback | None = None,
+    prefill_chunk: int = PREFILL_CHUNK,
+) -> Generation:
+    """Generate up to `max_new_tokens` tokens, one target pass each; `rounds` stays empty.
+
+    `end_token_ids` replaces the target's; `on_tokens` gets one token at a time. Raises UserError
+    for a wrong request and BadLogits for non-finite logits.
+    """
+    check_request(target, prompt_ids, max_new_tokens)
+    start = clock(target.device)
+    ends = end_ids(target, end_token_ids)
+    generator = request_generator(seed, 0, target.device)
+    cache = target.new_cache(1, len(prompt_ids) + max_new_tokens)
+    anchor = prefill(target, cache, prompt_ids, sampling, generator, chunk=prefill_chunk)
+    tokens = anchor.tolist()
+    if on_tokens is not None:
+        on_tokens(list(tokens))
+    decode_start = clock(target.device)
+
+    while tokens[-1] not in ends and len(tokens) < max_new_tokens:
+        out = target.forward(anchor.unsqueeze(1), cache, commit=True)
+        anchor = sample(target.logits(out.hidden[:, -1]), sampling, generator)
+        tokens += anchor.tolist()
+        if on_tokens is not None:
+            on_tokens(tokens[-1:])
+    return Generation(
+        tokens=tokens,
+        finish="end" if tokens[-1] in ends else "length",
+        prefill_s=decode_start - start,
+        decode_s=clock(target.device) - decode_start,
+    )
+
+
+@torch.inference_mode()
+def generate_batch(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingParams,
+    end_token_ids: Collection[int] | None = None,
+    seed: int = 0,
+    indices: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """New tokens of each prompt (end token included), all decoded plainly side by side.
+
+    Every prompt draws from its own generator, seeded by `seed` and its index (`indices`, else its
+    place in `prompts`), so its text does not depend on what else is in the batch: whoever splits
+    or sorts a long list passes the indices in the whole list. Finished rows leave the batch once
+    they are half of it. The prompts are prefilled in one left-padded pass.
+    """
+    for prompt in prompts:
+        check_request(target, prompt, max_new_tokens)
+    if not prompts:
+        return []
+    ends = end_ids(target, end_token_ids)
+    generators = [
+        request_generator(seed, index, target.device)
+        for index in (range(len(prompts)) if indices is None else indices)
+    ]
+    cache = target.new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens)
+    anchor = sample(_prefill_batch(target, cache, prompts), sampling, generators)
+    texts: list[list[int]] = [[] for _ in prompts]
+    rows = list(range(len(prompts)))  # batch row -> prompt
+    while True:
+        for row, token in zip(rows, anchor.tolist(), strict=True):
+            if _unfinished(texts[row], ends, max_new_tokens):
+                texts[row].append(token)
+        live = [at for at, row in enumerate(rows) if _unfinished(texts[row], ends, max_new_tokens)]
+        if not live:
+            return texts
+        if 2 * len(live) <= len(rows):
+            kept = torch.tensor(live, device=target.device)
+            cache.select(kept)
+            anchor = anchor[kept]
+            rows = [rows[at] for at in live]
+        out = target.forward(anchor.unsqueeze(1), cache, commit=True)
+        logits = target.logits(out.hidden[:, -1])
+        anchor = sample(logits, sampling, [generators[row] for row in rows])
+
+
+def _unfinished(text: list[int], ends: frozenset[int], max_new_tokens: int) -> bool:
+    return len(text) < max_new_tokens and not (text and text[-1] in ends)
+
+
+def _prefill_batch(target: Target, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
+    """[B, V] logits of each prompt's last token."""
+    width = max(map(len, prompts))
+    padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    tokens = torch.tensor(padded, dtype=torch.int64, device=target.device)
+    if all(len(prompt) == width for prompt in prompts):
+        valid = None
+    else:
+        first = torch.tensor([width - len(prompt) for prompt in prompts], device=target.device)
+        valid = torch.arange(width, device=target.device) >= first.unsqueeze(1)
+    out = target.forward(tokens, cache, valid=valid, commit=True)
+    return target.logits(out.hidden[:, -1])

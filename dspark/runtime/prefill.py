@@ -1,0 +1,73 @@
+"""From a request to its first token: what plain and speculative decoding have in common.
+
+The prompt's last row gives the first new token, the first *anchor*: emitted, but not yet fed to
+the target. From there on a cache always holds everything before the anchor.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from dspark.errors import UserError
+from dspark.runtime.sampling import Generators, SamplingParams, sample
+from dspark.runtime.target import Cache, Target
+from dspark.taps import TapSet
+
+PREFILL_CHUNK = 2048
+"""Prompt rows per pass: bounds the memory of activations and taps, not the result."""
+
+TokenCallback = Callable[[list[int]], None]
+"""Receives every new token exactly once, in order, a few at a time."""
+
+
+def check_request(target: Target, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
+    """Raise UserError for an empty prompt, ids outside the vocabulary, or no tokens asked for."""
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+    if len(prompt_ids) == 0:
+        raise UserError("prompt: expected at least one token, got none; add a begin token or text")
+    low, high = min(prompt_ids), max(prompt_ids)
+    if low < 0 or high >= target.vocab_size:
+        raise UserError(
+            f"prompt: expected token ids 0..{target.vocab_size - 1} of target {target.name}, got "
+            f"{low if low < 0 else high}; was it encoded with another tokenizer?"
+        )
+
+
+def end_ids(target: Target, end_token_ids: Collection[int] | None) -> frozenset[int]:
+    """The ids that end a text: the target's own unless given; an empty collection never ends."""
+    return frozenset(target.end_token_ids if end_token_ids is None else end_token_ids)
+
+
+def prefill(
+    target: Target,
+    cache: Cache,
+    prompt_ids: Sequence[int],
+    sampling: SamplingParams,
+    generator: Generators,
+    *,
+    taps: TapSet | None = None,
+    on_taps: Callable[[Tensor], None] | None = None,
+    chunk: int = PREFILL_CHUNK,
+) -> Tensor:
+    """Commit one prompt to `cache`, chunk by chunk, and sample the first anchor [1] int64.
+
+    `on_taps` receives each chunk's taps [1, t, N*D] before the next chunk runs.
+    """
+    tokens = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=target.device)
+    for rows in tokens.split(chunk, dim=1):
+        out = target.forward(rows, cache, taps=taps, commit=True)
+        if on_taps is not None and out.taps is not None:
+            on_taps(out.taps)
+    return sample(target.logits(out.hidden[:, -1]), sampling, generator)
+
+
+def clock(device: torch.device) -> float:
+    """Seconds of `perf_counter` with all work queued on an accelerator finished."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

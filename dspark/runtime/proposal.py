@@ -1,0 +1,157 @@
+"""One draft pass: the whole trained block in one go, then the sequential head, left to right.
+
+    h_1..h_G = backbone([anchor, mask, ..., mask], context)       always the trained block size
+    l_k      = target.logits(h_k) + markov_bias(x_{k-1})          x_0 = anchor
+    x_k ~ q_k = to_probs(l_k)                                     argmax at temperature 0
+    c_k      = sigmoid(confidence(h_k, markov_embed(x_{k-1})))    what is known before x_k
+
+A shorter draft length cuts after the block has run: the backbone was trained at one width and a
+narrower block is a different function. Only the walk over slots is sequential; it holds as few
+operations as the formula allows, because at batch 1 their launch is what a draft costs.
+(DSpark paper, sections on the sequential and the confidence head.)
+
+Letters: B batch, G block slots, g draft length, V vocab.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dspark.errors import UserError
+from dspark.runtime.records import Proposal
+from dspark.runtime.sampling import (
+    Generators,
+    SamplingParams,
+    check_logits,
+    draw_at,
+    to_probs,
+    uniform,
+)
+from dspark.runtime.target import Target
+from dspark.taps import TapSet
+
+
+class BlockConfig(Protocol):
+    """The two facts about a drafter's block that drafting needs."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def mask_token_id(self) -> int: ...
+
+
+class MarkovHead(Protocol):
+    """What the previous token adds to a slot's logits."""
+
+    def bias(self, prev_tokens: Tensor) -> Tensor:
+        """[...] int64 -> [..., V'], V' at least the target's vocabulary."""
+        ...
+
+    def embed(self, prev_tokens: Tensor) -> Tensor:
+        """[...] int64 -> [..., R], what the confidence head reads of the previous token."""
+        ...
+
+
+class Drafter(Protocol):
+    """A block drafter, as far as the runtime knows one. Contexts are opaque here."""
+
+    config: BlockConfig
+    taps: TapSet
+    markov_head: MarkovHead
+    confidence_head: Callable[[Tensor, Tensor], Tensor]
+
+    def new_context(self, batch: int, max_length: int) -> Any:
+        """Empty draft context for `batch` rows of at most `max_length` committed tokens."""
+        ...
+
+    def extend(self, context: Any, features: Tensor, counts: int | Tensor | None = None) -> None:
+        """Append taps [B, N, n*D] of committed tokens; `counts` keeps the first rows of each."""
+        ...
+
+    def block_hidden(self, block_embeds: Tensor, context: Any) -> Tensor:
+        """[B, G, D] embeddings of [anchor, mask, ...] -> [B, G, D] states, final norm applied."""
+        ...
+
+
+def check_draft_length(drafter: Drafter, draft_length: int) -> None:
+    """Raise UserError unless 1 <= draft_length <= the trained block size."""
+    block = drafter.config.block_size
+    if not 1 <= draft_length <= block:
+        raise UserError(
+            f"draft_length: expected 1..{block} (this drafter was trained on blocks of {block}; "
+            f"a wider one collapses every position), got {draft_length}"
+        )
+
+
+@torch.no_grad()
+def propose(
+    drafter: Drafter,
+    target: Target,
+    context: Any,
+    anchor: Tensor,
+    draft_length: int,
+    sampling: SamplingParams,
+    generator: Generators,
+) -> Proposal:
+    """Propose `draft_length` tokens after `anchor` [B] int64, each below `target.vocab_size`.
+
+    `context` holds the taps of every committed token before the anchor. Raises UserError for a
+    draft length outside 1..block_size and BadLogits if the drafter's logits are not finite.
+    """
+    check_draft_length(drafter, draft_length)
+    block = anchor.new_full(
+        (anchor.shape[0], drafter.config.block_size), drafter.config.mask_token_id
+    )
+    block[:, 0] = anchor
+    hidden = drafter.block_hidden(target.embed(block), context)[:, :draft_length]
+    logits = target.logits(hidden)
+    if sampling.greedy:
+        tokens, probs = _walk_greedy(drafter.markov_head, logits, anchor), None
+    else:
+        u = uniform((anchor.shape[0], draft_length), generator, anchor.device)
+        tokens, probs = _walk_sampled(drafter.markov_head, logits, anchor, sampling, u)
+    before = torch.cat((anchor.unsqueeze(1), tokens[:, :-1]), dim=1)
+    confidence = drafter.confidence_head(hidden, drafter.markov_head.embed(before))
+    return Proposal(tokens, probs, torch.sigmoid(confidence.float()), _entropy(logits))
+
+
+def _walk_greedy(head: MarkovHead, logits: Tensor, anchor: Tensor) -> Tensor:
+    """Adds the biases to `logits` [B, g, V] in place; returns the argmax walk [B, g]."""
+    tokens, prev = [], anchor
+    for row in logits.unbind(1):
+        prev = _add_bias(row, head, prev).argmax(dim=-1)
+        tokens.append(prev)
+    check_logits(logits, "drafter")
+    return torch.stack(tokens, dim=1)
+
+
+def _walk_sampled(
+    head: MarkovHead, logits: Tensor, anchor: Tensor, sampling: SamplingParams, u: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `_walk_greedy`, drawing with uniforms `u` [B, g]; also the q [B, g, V] drawn from."""
+    tokens, probs, prev = [], [], anchor
+    for k, row in enumerate(logits.unbind(1)):
+        # Checked once for all slots below: a bad row draws some id in range until then.
+        q = to_probs(_add_bias(row, head, prev), sampling, check=False)
+        prev = draw_at(q, u[:, k])
+        tokens.append(prev)
+        probs.append(q)
+    check_logits(logits, "drafter")
+    return torch.stack(tokens, dim=1), torch.stack(probs, dim=1)
+
+
+def _add_bias(row: Tensor, head: MarkovHead, prev: Tensor) -> Tensor:
+    bias = head.bias(prev)
+    # A table padded past the logical vocabulary must not lend probability to its padding.
+    return row.add_(bias if bias.shape[-1] == row.shape[-1] else bias[..., : row.shape[-1]])
+
+
+def _entropy(logits: Tensor) -> Tensor:
+    """[..., V] -> [...] nats at temperature 1, unfiltered; a logit of -inf contributes 0."""
+    log_q = torch.log_softmax(logits, dim=-1)
+    return -(log_q.exp() * log_q.clamp_(min=torch.finfo(log_q.dtype).min)).sum(dim=-1)
