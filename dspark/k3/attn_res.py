@@ -1,0 +1,39 @@
+"""Attention Residuals: a layer reads a learned softmax mixture of earlier block sums, not one running sum.
+
+For a read with norm weight w_n and query row w_p, over V = [bank_0, .., bank_n-1, prefix] in float32:
+
+    score_j = sum_d w_p w_n V_j / sqrt(mean V_j^2 + eps) ;  out = sum_j softmax(score)_j V_j
+
+Keys are normed, values are raw. The prefix is the sum of the sublayer outputs since the last block boundary:
+it starts again from nothing every ``attn_res_block_size`` layers, when its old value joins the bank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspark.k3.layers import RMSNorm
+
+
+def mix(prefix: Tensor | None, bank: Tensor | None, norm: RMSNorm, query: nn.Linear) -> Tensor:
+    """One read.
+
+    Args:
+        prefix: [B, T, D] partial sum of this block; None right after a boundary.
+        bank: [B, T, n, D] finished block sums; None before the first boundary.
+        norm: w_n [D]. query: w_p as a linear of weight [1, D].
+
+    Returns:
+        [B, T, D] in the dtype of the entries.
+    """
+    if bank is None:
+        assert prefix is not None, "a read needs a prefix or a bank"
+        return prefix
+    entries = bank if prefix is None else torch.cat((bank, prefix.unsqueeze(-2)), dim=-2)
+    values = entries.float()
+    key_weight = (query.weight[0] * norm.weight).float()
+    scores = F.rms_norm(values, key_weight.shape, key_weight, norm.eps).sum(-1, keepdim=True)
+    return (scores.softmax(dim=-2) * values).sum(-2).to(entries.dtype)
+

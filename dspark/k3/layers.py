@@ -1,0 +1,118 @@
+"""The small pieces every layer of the decoder shares: RMS norm, SiTU, the gated MLP, packed projections.
+
+    rms_norm(x) = x / sqrt(mean x^2 + eps) * w          statistics in float32, cast back, then times w
+    situ(g, u)  = b tanh(g / b) sigmoid(g) * l tanh(u / l)        b = 4 bounds the gate, l = 25 clips the up branch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspark.k3.config import K3Config
+
+LORA_NORM_EPS = 1e-6
+"""Eps of q_a_layernorm and kv_a_layernorm: Moonshot's code leaves the class default there."""
+
+Activation = Callable[[Tensor, Tensor], Tensor]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension; any float dtype in, the same dtype out."""
+    if x.dtype == torch.float32 == weight.dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
+    """SiTU in float32, cast back to the dtype of ``up``. Shapes equal."""
+    g, u = gate.float(), up.float()
+    bounded = torch.tanh(g / beta).mul_(beta) * torch.sigmoid(g)
+    return (bounded * torch.tanh(u / linear_beta).mul_(linear_beta)).to(up.dtype)
+
+
+def silu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def activation(config: K3Config) -> Activation:
+    """The gated activation of the MLPs and experts."""
+    if config.hidden_act == "silu":
+        return silu
+    return lambda gate, up: situ(gate, up, config.situ_beta, config.situ_linear_beta)
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def pack_rows(linears: Sequence[nn.Linear]) -> Tensor:
+    """Put the weights of linears with one input into one [sum out, in] matrix and make them views of it.
+
+    One product instead of several, and not a byte more: at batch 1 a decode step of a small model is bound
+    by the number of operations, and of a large one by launches between the weight reads.
+    """
+    packed = torch.cat([layer.weight.detach() for layer in linears])
+    row = 0
+    for layer in linears:
+        rows = layer.weight.shape[0]
+        layer.weight.data = packed[row : row + rows]
+        row += rows
+    return packed
+
+
+class Packable(nn.Module):
+    """A module that may hold its projections packed; moving or casting it drops the packing.
+
+    ``pack_()`` is for inference only: it re-points parameters to views, so call it after loading.
+    """
+
+    _packed: Tensor | None = None
+
+    def _packable(self) -> list[nn.Linear]:
+        raise NotImplementedError
+
+    def pack_(self) -> None:
+        self._packed = pack_rows(self._packable())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        self._packed = None
+        return super()._apply(fn, recurse)
+
+    def _project(self, x: Tensor) -> Sequence[Tensor]:
+        """The outputs of the packable linears, in their order."""
+        linears = self._packable()
+        if self._packed is None:
+            return [layer(x) for layer in linears]
+        return F.linear(x, self._packed).split([layer.out_features for layer in linears], dim=-1)
+
+
+class GatedMLP(Packable):
+    """down(act(gate(x), up(x))): the dense MLP and the shared expert."""
+
+    def __init__(self, config: K3Config, width: int) -> None:
+        super().__init__()
+        self.gate_proj = linear(config.hidden_size, width)
+        self.up_proj = linear(config.hidden_size, width)
+        self.down_proj = linear(width, config.hidden_size)
+        self.act = activation(config)
+
+    def _packable(self) -> list[nn.Linear]:
+        return [self.gate_proj, self.up_proj]
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self._project(x)
+        return self.down_proj(self.act(gate, up))

@@ -1,0 +1,84 @@
+"""The only switch between plain torch and Triton.
+
+``DSPARK_OPS`` is ``auto`` (default), ``torch`` or ``triton``. Every op has a plain-torch reference. Asking
+for ``triton`` is an error where an op has no Triton kernel or no GPU can run one (``TRITON_INTERPRET=1``
+counts as a GPU): a run that was asked to measure a kernel must never measure another one in silence.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from dataclasses import dataclass
+
+import torch
+from dspark_kernels import kda
+from torch import Tensor
+
+from dspark.errors import UserError
+
+MODES = ("auto", "torch", "triton")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation and its implementations; ``triton`` is None where no such kernel exists."""
+
+    torch: Callable[..., tuple[Tensor, Tensor]]
+    triton: Callable[..., tuple[Tensor, Tensor]] | None = None
+
+
+_OPS = {"kda_chunk": Op(torch=kda.chunk), "kda_step": Op(torch=kda.step)}
+
+
+def triton_usable() -> tuple[bool, str]:
+    """Whether Triton kernels can run here, and why not."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return True, "interpreter"
+    if not torch.cuda.is_available():
+        return False, "no CUDA or ROCm GPU, and TRITON_INTERPRET is not 1"
+    return True, torch.cuda.get_device_name()
+
+
+def _mode() -> str:
+    return os.environ.get("DSPARK_OPS", "auto")
+
+
+@cache
+def _choose(name: str, mode: str) -> str:
+    if mode not in MODES:
+        raise UserError(f"DSPARK_OPS is {mode!r}; expected one of {', '.join(MODES)}")
+    usable, why = triton_usable()
+    if mode == "triton":
+        if _OPS[name].triton is None:
+            raise UserError(f"DSPARK_OPS=triton, but {name} has no Triton kernel; use DSPARK_OPS=auto or torch")
+        if not usable:
+            raise UserError(f"DSPARK_OPS=triton, but Triton cannot run here: {why}")
+    if mode == "torch" or _OPS[name].triton is None or not usable:
+        return "torch"
+    return "triton"
+
+
+def backends() -> dict[str, str]:
+    """The implementation that each op runs with now: op name -> ``torch`` or ``triton``."""
+    return {name: _choose(name, _mode()) for name in _OPS}
+
+
+def _implementation(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    op = _OPS[name]
+    return op.triton if op.triton is not None and _choose(name, _mode()) == "triton" else op.torch
+
+
+def kda_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Chunked KDA over many rows; see ``dspark_kernels.kda.chunk``."""
+    return _implementation("kda_chunk")(q, k, v, g, beta, state)
+
+
+def kda_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, keep: int
+) -> tuple[Tensor, Tensor]:
+    """KDA over a few rows, keeping the state of the first ``keep``; see ``dspark_kernels.kda.step``."""
+    return _implementation("kda_step")(q, k, v, g, beta, state, keep)

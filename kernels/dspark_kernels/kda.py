@@ -1,0 +1,129 @@
+"""Kimi Delta Attention: the gated delta rule with one decay per key channel.
+
+Per head, with state S [K, V], log-decay g_t < 0 per channel, unit keys k_t and write strength beta_t:
+
+    S <- diag(exp g_t) S ;  u = v_t - S^T k_t ;  S <- S + beta_t k_t u^T ;  o_t = S^T q_t
+
+Decay comes first, then the delta against the decayed state, then the read. ``recurrent`` is that loop and
+the specification. ``chunk`` is the same function in chunks of C rows (tech report eqs. 6-9): with
+G_r = sum of g up to row r inside the chunk,
+
+    A[r,j] = beta_r sum_d k_r k_j exp(G_r - G_j)  (j < r) ;  U = (I + A)^-1 beta (V - (K exp G) S)
+    O = (Q exp G) S + [j <= r](sum_d q_r k_j exp(G_r - G_j)) U ;  S' = diag(exp G_C) S + (K exp(G_C - G))^T U
+
+Differences G_r - G_j are formed before the exp and masked to -inf where j > r: the factored form
+exp(G_r) exp(-G_j) overflows float32 after 18 rows at g = -5, and masking after the exp leaves inf * 0.
+
+``step`` is the decode form: outputs for every row, the state only after the first ``keep`` rows. It lets a
+round fold the accepted rows of the previous block and read its own block in one pass, so a rejected row
+never touches the state and no state is ever copied.
+
+Letters: B batch, T rows, H heads, K key width, V value width, N chunks, C rows of a chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CHUNK = 16
+
+
+def recurrent(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One row at a time: the specification.
+
+    Args:
+        q, k: [B, T, H, K], already L2-normalised, q already scaled by K^-1/2.
+        v: [B, T, H, V].
+        g: [B, T, H, K] log-decay, <= 0.
+        beta: [B, T, H] in [0, 1]. A row with g = 0 and beta = 0 leaves the state as it is.
+        state: [B, H, K, V].
+
+    Returns:
+        Outputs [B, T, H, V] and the state after the last row; both in the dtype of ``state``.
+    """
+    outputs = []
+    for t in range(q.shape[1]):
+        state, out = recurrent_row(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], state)
+        outputs.append(out)
+    return torch.stack(outputs, dim=1), state
+
+
+def recurrent_row(
+    q_BHK: Tensor, k_BHK: Tensor, v_BHV: Tensor, g_BHK: Tensor, beta_BH: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The new state [B, H, K, V] and the output [B, H, V] of one row."""
+    state = state * g_BHK.exp().unsqueeze(-1)
+    delta = v_BHV - torch.matmul(k_BHK.unsqueeze(-2), state).squeeze(-2)
+    state = state + k_BHK.unsqueeze(-1) * (beta_BH.unsqueeze(-1) * delta).unsqueeze(-2)
+    return state, torch.matmul(q_BHK.unsqueeze(-2), state).squeeze(-2)
+
+
+def _within_chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Everything of a chunk that does not depend on the entering state. Inputs [..., C, *].
+
+    Returns:
+        G [..., C, K] cumulative log-decay; scores [..., C, C] = masked q.k with decay;
+        U0 [..., C, V] and W [..., C, K] with U = U0 - W S.
+    """
+    rows = q.shape[-2]
+    G = g.cumsum(-2)
+    future = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
+    decay = (G.unsqueeze(-2) - G.unsqueeze(-3)).masked_fill(future.unsqueeze(-1), -torch.inf).exp()
+    decayed_k = decay * k.unsqueeze(-3)  # [..., r, j, K]
+    read = torch.matmul(decayed_k, torch.stack((q, k), dim=-1))  # [..., r, j, 2]
+    scores, A = read[..., 0], read[..., 1]
+    A = (A * beta.unsqueeze(-1)).tril(-1)
+    right = torch.cat((v, k * G.exp()), dim=-1) * beta.unsqueeze(-1)
+    # unitriangular: the diagonal of A is never read, so A stands for I + A
+    solved = torch.linalg.solve_triangular(A, right, upper=False, unitriangular=True)
+    return G, scores, solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
+
+
+def chunk(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The same function as ``recurrent`` in chunks of ``CHUNK`` rows; the form for prefill and training."""
+    B, T, H, _ = q.shape
+    pad = -T % CHUNK
+
+    def split(x: Tensor) -> Tensor:  # [B, T, H, X] -> [B, H, N, C, X]
+        x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, pad)).transpose(1, 2)
+        return x.reshape(B, H, -1, CHUNK, x.shape[-1])
+
+    q, k, v, g, beta = (split(x) for x in (q, k, v, g, beta.unsqueeze(-1)))
+    G, scores, U0, W = _within_chunk(q, k, v, g, beta.squeeze(-1))
+    end_decay = G[..., -1, :].exp().unsqueeze(-1)  # [B, H, N, K, 1]
+    k_to_end = (k * (G[..., -1:, :] - G).exp()).transpose(-1, -2)
+    entering, updates = [], []
+    for n in range(q.shape[2]):
+        entering.append(state)
+        updates.append(U0[:, :, n] - torch.matmul(W[:, :, n], state))
+        state = end_decay[:, :, n] * state + torch.matmul(k_to_end[:, :, n], updates[-1])
+    out = torch.matmul(q * G.exp(), torch.stack(entering, 2)) + torch.matmul(scores, torch.stack(updates, 2))
+    return out.reshape(B, H, -1, v.shape[-1])[:, :, :T].transpose(1, 2), state
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, keep: int
+) -> tuple[Tensor, Tensor]:
+    """Outputs of all T rows, and the state after the first ``keep`` rows only (0 <= keep <= T).
+
+    Args and shapes as ``recurrent``. With ``keep`` = 0 the state is returned as it came.
+    """
+    if q.shape[1] == 1 and keep == 1:
+        new, out = recurrent_row(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
+        return out.unsqueeze(1), new
+    q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))
+    G, scores, U0, W = _within_chunk(q, k, v, g, beta)
+    U = U0 - torch.matmul(W, state)
+    out = torch.matmul(q * G.exp(), state) + torch.matmul(scores, U)
+    if keep:
+        end = G[..., keep - 1 : keep, :]
+        k_to_end = (k[..., :keep, :] * (end - G[..., :keep, :]).exp()).transpose(-1, -2)
+        state = end.transpose(-1, -2).exp() * state + torch.matmul(k_to_end, U[..., :keep, :])
+    return out.transpose(1, 2), state
