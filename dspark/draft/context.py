@@ -1,0 +1,97 @@
+"""What a drafter remembers of a text: keys and values of every committed position, per layer.
+
+Buffers are allocated once for the longest text; a round writes rows and moves a length, and never
+copies or grows anything. Behind the committed rows lies room for one block: the block's own keys
+and values go there while it is drafted and are overwritten by the next rows.
+
+Letters: L layers, B batch, J key heads, C capacity, K head dim, N new rows, G block slots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dspark.draft.attention import Rotary
+from dspark.draft.config import DraftConfig
+
+
+class DraftContext:
+    """Per-layer key and value buffers [L, B, J, C, K] with a length for each row.
+
+    Lengths live on the host: a slice needs them there, and reading them back from a device would
+    stall every round. While all rows have one length (always so at batch 1) every operation is a
+    slice and attention needs no mask.
+
+    Args:
+        config: Shape of the drafter.
+        batch: B.
+        max_length: Longest text in tokens that will be appended to one row.
+        device: Where the buffers live.
+        dtype: Dtype of keys and values.
+    """
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        batch: int,
+        max_length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        if batch < 1 or max_length < 1:
+            raise ValueError(f"batch {batch} and max_length {max_length} must both be at least 1")
+        self.batch, self.max_length = batch, max_length
+        capacity = max_length + config.block_size
+        shape = (config.num_layers, batch, config.num_key_value_heads, capacity, config.head_dim)
+        # Zeros, not empty: rows behind a length are masked, and 0 * NaN would still be NaN.
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.rotary = Rotary.build(capacity, config.head_dim, config.rope_theta, device, dtype)
+        self.row_lengths = [0] * batch
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64 committed positions per row; also the position of the next anchor."""
+        return torch.tensor(self.row_lengths, dtype=torch.int64, device=self.keys.device)
+
+    @property
+    def common_length(self) -> int | None:
+        """The length that all rows share, or None where they differ."""
+        first = self.row_lengths[0]
+        return first if all(length == first for length in self.row_lengths) else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the device, rotary tables included."""
+        held = (self.keys, self.values, self.rotary.cos, self.rotary.sin)
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    def counts(self, new_rows: int, counts: int | Tensor | None) -> list[int]:
+        """Checks how many of N new rows each batch row keeps, and returns them as a list.
+
+        Raises:
+            ValueError: a count outside 0..N, or a text longer than `max_length`.
+        """
+        if counts is None:
+            counts = new_rows
+        wanted = [counts] * self.batch if isinstance(counts, int) else [int(c) for c in counts]
+        if len(wanted) != self.batch or not all(0 <= count <= new_rows for count in wanted):
+            raise ValueError(f"counts {wanted}: {self.batch} numbers in 0..{new_rows} expected")
+        for length, count in zip(self.row_lengths, wanted, strict=True):
+            if length + count > self.max_length:
+                raise ValueError(
+                    f"context of {length} + {count} positions is longer than the {self.max_length} "
+                    "it was made for; give new_context a larger max_length"
+                )
+        return wanted
+
+    def positions(self, rows: int) -> Tensor:
+        """[B, rows] positions of the rows after each length, cut at the end of the buffers."""
+        offsets = torch.arange(rows, device=self.keys.device)
+        return (self.lengths[:, None] + offsets).clamp(max=self.keys.shape[3] - 1)
+
+    def scatter(self, buffer: Tensor, rows: Tensor, positions: Tensor) -> None:
+        """Writes rows [..., B, J, n, K] of a buffer [..., B, J, C, K] at positions [B, n]."""
+        index = positions[:, None, :, None].expand(rows.shape)
+        buffer.scatter_(-2, index, rows)
