@@ -43,7 +43,7 @@ ROW_ERRORS: dict[str, str] = {
 }
 
 
-class RowError(Exception):
+class RowError(UserError):
     """A conversation whose loss mask cannot be exact; ``reason`` is a key of ``ROW_ERRORS``."""
 
     def __init__(self, reason: str, detail: str) -> None:

@@ -137,7 +137,8 @@ def read_prompts(files: Sequence[Path], *, strict: bool = False) -> PromptSet:
     report = ReadReport(read, len(rows), tuple(skipped), tuple(repaired), later_turns)
     if not rows:
         names = ", ".join(str(path) for path in files) or "no files were given"
-        raise UserError(f"no usable prompt ({names}); {report.summary()}")
+        summary = "; ".join(line.strip() for line in report.summary().splitlines())
+        raise UserError(f"{names}: no usable prompt; {summary}")
     return PromptSet(tuple(rows), report)
 
 

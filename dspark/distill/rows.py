@@ -1,0 +1,180 @@
+"""Checks on finished rows, and the file that saves a resumed run from answering prompts again.
+
+Two things go wrong silently in other toolkits: a file whose loss mask is all zeros or all ones,
+and answers written in another model's chat format. Both stop here with one decoded row to look at.
+
+The cache is JSONL: a header with everything that decides the rows, then one row a line. It is
+written in one step and refused, naming what differs, when the header is not the expected one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from dspark.distill.chat import ChatFormat, TrainingRow
+from dspark.distill.prompts import PromptRow
+from dspark.errors import UserError
+from dspark.files import atomic_write_text
+
+_FORMAT = "dspark-rows-1"
+_PLACES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class RowSet:
+    """Training rows in the order of their prompts, and every row that was dropped, by reason.
+
+    dropped  reason -> "file:line" of each
+    ended    of the rows that the target answered, how many answers ended with an end token
+    """
+
+    rows: tuple[TrainingRow, ...]
+    dropped: Mapping[str, tuple[str, ...]]
+    ended: int = 0
+
+    def summary(self) -> str:
+        """One line of totals, one for the answers, then one line for each reason of a drop."""
+        lost = sum(len(places) for places in self.dropped.values())
+        tokens = sum(row.supervised for row in self.rows)
+        answered = sum(row.provenance == "target" for row in self.rows)
+        out = [
+            f"{len(self.rows)} rows, {tokens} supervised tokens; {lost} rows dropped",
+            f"  {answered} answered by the target ({self.ended} complete), "
+            f"{len(self.rows) - answered} as given",
+        ]
+        for reason, places in self.dropped.items():
+            more = len(places) - _PLACES_SHOWN
+            shown = ", ".join(places[:_PLACES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+            out.append(f"  {len(places)} dropped, {reason} ({shown})")
+        return "\n".join(out)
+
+
+def check_supervised_share(rows: Sequence[TrainingRow], chat: ChatFormat) -> None:
+    """Raise ``UserError`` for a file in which 0 % or 100 % of all tokens are supervised.
+
+    To be called before truncation, so that long prompts are not mistaken for a broken template.
+    """
+    for file, group in _by_file(rows):
+        total = sum(len(row.ids) for row in group)
+        supervised = sum(row.supervised for row in group)
+        if 0 < supervised < total:
+            continue
+        share = "100 %" if supervised else "0 %"
+        raise UserError(
+            f"{file}:{group[0].line}: {share} of the tokens of this file are supervised; the chat "
+            f"template does not set assistant turns apart. One row: {chat.describe_row(group[0])}"
+        )
+
+
+def check_turn_ends(
+    rows: Sequence[TrainingRow], chat: ChatFormat, end_token_ids: Collection[int]
+) -> None:
+    """Raise ``UserError`` for a file in which no answer ends with an end token of the target.
+
+    That is how another model's chat template shows: its markers are ordinary text here, and the
+    target would never stop in it. ``rows`` are given rows before truncation.
+    """
+    for file, group in _by_file(rows):
+        ends = [_last_supervised(row) for row in group]
+        if not ends or any(end in end_token_ids for end in ends):
+            continue
+        seen = chat.decode([token for token in ends[:1] if token is not None])
+        wanted = " or ".join(repr(chat.decode([token])) for token in end_token_ids)
+        raise UserError(
+            f"{file}:{group[0].line}: answers end with {seen!r}, but the target stops at {wanted}; "
+            f"is this the target's chat template? One row: {chat.describe_row(group[0])}"
+        )
+
+
+def prompts_digest(prompts: Sequence[PromptRow]) -> str:
+    """SHA-256 of all conversations in order; one of the components of a cache key."""
+    digest = hashlib.sha256()
+    for row in prompts:
+        place = [row.file, row.line, list(row.messages)]
+        digest.update(json.dumps(place, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def rows_to_jsonl(path: Path, rows: RowSet, key: Mapping[str, Any]) -> None:
+    """Write ``rows`` in one step under ``key`` (JSON values; see ``responses.cache_key``)."""
+    header = {
+        "format": _FORMAT,
+        "key": dict(key),
+        "rows": len(rows.rows),
+        "dropped": {reason: list(places) for reason, places in rows.dropped.items()},
+        "ended": rows.ended,
+    }
+    lines = [json.dumps(header, allow_nan=False), *(json.dumps(_pack(row)) for row in rows.rows)]
+    atomic_write_text(path, "\n".join(lines) + "\n")
+
+
+def rows_from_jsonl(path: Path, key: Mapping[str, Any]) -> RowSet:
+    """Read what ``rows_to_jsonl`` wrote.
+
+    Raises ``UserError`` when the file is damaged or was made under another key, naming the
+    components that differ.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        header = json.loads(lines[0])
+        if header["format"] != _FORMAT:
+            raise ValueError(f"format {header['format']!r}")
+        stored = header["key"]
+        rows = tuple(_unpack(json.loads(line)) for line in lines[1:])
+        if len(rows) != header["rows"]:
+            raise ValueError(f"{len(rows)} rows where {header['rows']} were written")
+        dropped = {reason: tuple(places) for reason, places in header["dropped"].items()}
+        ended = header["ended"]
+    except OSError as problem:
+        raise UserError(f"{path}: cannot be read ({problem.strerror})") from problem
+    except (ValueError, KeyError, IndexError, TypeError) as problem:
+        raise UserError(f"{path}: not a complete row cache ({problem}); delete it") from problem
+    wanted = json.loads(json.dumps(dict(key)))  # tuples become lists, as in the file
+    differing = [name for name in {**stored, **wanted} if stored.get(name) != wanted.get(name)]
+    if differing:
+        raise UserError(
+            f"{path}: made with another {', '.join(differing)}; delete it to answer the prompts "
+            "again, or restore the old settings"
+        )
+    return RowSet(rows, dropped, ended)
+
+
+def _pack(row: TrainingRow) -> dict[str, Any]:
+    """The mask as run lengths, beginning with an unsupervised run: it is long and dull."""
+    runs = [0] if row.loss_mask[:1] == (True,) else []
+    runs += [len(list(run)) for _, run in groupby(row.loss_mask)]
+    return {
+        "ids": row.ids,
+        "mask_runs": runs,
+        "provenance": row.provenance,
+        "file": row.file,
+        "line": row.line,
+    }
+
+
+def _unpack(item: dict[str, Any]) -> TrainingRow:
+    mask: list[bool] = []
+    for place, length in enumerate(item["mask_runs"]):
+        mask += [place % 2 == 1] * length
+    return TrainingRow(
+        tuple(item["ids"]), tuple(mask), item["provenance"], item["file"], item["line"]
+    )
+
+
+def _by_file(rows: Sequence[TrainingRow]) -> list[tuple[str, list[TrainingRow]]]:
+    grouped: dict[str, list[TrainingRow]] = {}
+    for row in rows:
+        grouped.setdefault(row.file, []).append(row)
+    return list(grouped.items())
+
+
+def _last_supervised(row: TrainingRow) -> int | None:
+    """Id of the last supervised token of a row."""
+    pairs = zip(reversed(row.ids), reversed(row.loss_mask), strict=True)
+    return next((token for token, supervised in pairs if supervised), None)
