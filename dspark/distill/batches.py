@@ -21,12 +21,15 @@ from dspark.distill.chat import TrainingRow
 from dspark.draft.anchors import Anchors, sample_anchors
 
 
-def derived_generator(*parts: int | str) -> torch.Generator:
-    """A CPU generator seeded by a hash of `parts`; equal parts give equal draws, anywhere."""
+def derived_seed(*parts: int | str) -> int:
+    """A 63-bit hash of `parts`; equal parts give equal seeds, anywhere."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    generator = torch.Generator()
-    generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return generator
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def derived_generator(*parts: int | str) -> torch.Generator:
+    """A CPU generator that draws the same wherever its parts are the same."""
+    return torch.Generator().manual_seed(derived_seed(*parts))
 
 
 @dataclass(frozen=True)

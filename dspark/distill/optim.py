@@ -13,14 +13,13 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from dspark.distill.settings import TrainSettings
 
 
 def learning_rate(step: int, total: int, settings: TrainSettings) -> float:
-    """Rate of optimiser step `step` (0-based) of `total`; a pure function, so resume cannot bend it.
+    """Rate of optimiser step `step` (from 0) of `total`: a pure function, resume cannot bend it.
 
     Linear warm-up to the peak over the first `warmup * total` steps, then a cosine that reaches 0
     at `total`. Continuous where they meet and never above the peak.
@@ -55,11 +54,6 @@ class FlatGradients:
     def zero(self) -> None:
         """Start a new step."""
         self.buffer.zero_()
-
-    def reduce(self) -> None:
-        """Sum over processes, in place; every process ends with the same bits."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(self.buffer)
 
     def first_bad(self) -> str | None:
         """Name of the first parameter whose gradient holds NaN or infinity."""

@@ -60,20 +60,26 @@ class DataSettings:
     prompts: tuple[str, ...] = option((), "JSONL files; empty means the shipped training prompts")
     max_prompts: int | None = option(1200, "use this many prompts, spread evenly; null means all")
     strict: bool = option(False, "stop at the first bad line instead of skipping and counting it")
-    regenerate: bool = option(True, "let the target answer; false keeps the answers in the file")
+    responses: str = option("regenerate", "regenerate: the target answers | given: file's answers")
+    thinking: bool = option(False, "the chat template's thinking switch")
     temperature: float = option(1.0, "of the answers; 1 is the distribution that TV is measured on")
     top_p: float = option(1.0, "nucleus of the answers; 1 keeps everything")
     top_k: int = option(0, "top-k of the answers; 0 keeps everything")
     max_new_tokens: int = option(224, "longest answer, in tokens")
     max_length: int = option(320, "longest row (prompt and answer), in tokens; longer ones drop")
     min_supervised: int = option(4, "rows with fewer supervised tokens are dropped")
-    batch: int = option(64, "prompts answered at once")
+    batch_size: int = option(64, "prompts answered at once")
     held_out: int = option(48, "rows kept away from training, for evaluation")
 
     def __post_init__(self) -> None:
-        _check_at_least("data", self, 1, "max_prompts", "max_new_tokens", "batch", "min_supervised")
+        _check_at_least("data", self, 1, "max_prompts", "max_new_tokens", "batch_size")
         _check_at_least("data", self, 0, "temperature", "top_k", "held_out")
-        _check_at_least("data", self, 2, "max_length")
+        _check_at_least("data", self, 2, "min_supervised")
+        _check_at_least("data", self, self.min_supervised + 1, "max_length")
+        _check(
+            self.responses in ("regenerate", "given"),
+            f"data.responses is {self.responses!r}: expected regenerate or given",
+        )
         _check(0 < self.top_p <= 1, f"data.top_p is {self.top_p}: expected 0 < top_p <= 1")
         _check(
             self.max_prompts is None or self.held_out < self.max_prompts,

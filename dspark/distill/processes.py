@@ -1,0 +1,71 @@
+"""The processes of a data-parallel run, and the three things they tell each other.
+
+One process needs no library. Started by `torchrun` or `accelerate launch`, accelerate sets up the
+group (gloo on CPU, nccl on GPU) and this file is the only one that knows.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dspark.errors import UserError
+
+_PATIENCE = timedelta(hours=6)  # answers to prompts are shared out and take unequal time
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Who this process is among `world`, and where its tensors live."""
+
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+
+    @classmethod
+    def start(cls, device: str) -> Processes:
+        """Join the launcher's group if there is one. `device`: auto | cpu | cuda."""
+        if device == "cuda" and not torch.cuda.is_available():
+            raise UserError("target.device is cuda, but torch sees no GPU; use auto or cpu")
+        on_cpu = device == "cpu" or not torch.cuda.is_available()
+        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return cls(torch.device("cpu" if on_cpu else "cuda"))
+        from accelerate import PartialState
+
+        state = PartialState(cpu=on_cpu, timeout=_PATIENCE)
+        return cls(state.device, state.process_index, state.num_processes)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Until every process is here."""
+        if self.world > 1:
+            dist.barrier()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over processes, in place."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def texts(self, text: str | None) -> list[str]:
+        """The texts of all processes that have one."""
+        gathered = [text]
+        if self.world > 1:
+            gathered = [None] * self.world
+            dist.all_gather_object(gathered, text)
+        return [entry for entry in gathered if entry is not None]
+
+    def same_weights(self, module: nn.Module) -> None:
+        """Give every process the weights of process 0."""
+        if self.world > 1:
+            for tensor in module.state_dict().values():
+                dist.broadcast(tensor, src=0)

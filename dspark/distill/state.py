@@ -1,0 +1,208 @@
+"""Resumable state of a run: complete or absent, and only tensors and JSON.
+
+    OUT/checkpoints/step-000200/
+        model/                  the drafter (config.json, model.safetensors)
+        optimizer.safetensors   AdamW moments, float32
+        trainer.json            step, settings, world size, history
+        manifest.json           size and SHA-256 of every file above
+
+The folder appears under its name in one rename, after everything in it was flushed. The manifest
+finds what a rename cannot prevent: a disk that loses or cuts a file later. A resume takes the
+newest folder that checks out and names those it passed over. There is no random state to save: row
+order and anchors are pure functions of the seed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from dspark.distill.optim import Optimiser
+from dspark.draft.checkpoint import load_drafter, save_drafter
+from dspark.draft.model import DSparkDrafter
+from dspark.errors import UserError
+from dspark.files import atomic_folder, atomic_write_json, read_json, recover_folder
+
+MODEL, OPTIMISER, TRAINER, MANIFEST = (
+    "model", "optimizer.safetensors", "trainer.json", "manifest.json",
+)  # fmt: skip
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, over quota, over the size limit
+
+
+@dataclass
+class Progress:
+    """How far a run is. `step` optimiser steps are done; `history` holds what was recorded."""
+
+    step: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint folder and its parsed `trainer.json`."""
+
+    folder: Path
+    trainer: dict[str, Any]
+
+    @property
+    def progress(self) -> Progress:
+        """Step and history as of this checkpoint."""
+        return Progress(self.trainer["step"], list(self.trainer["history"]))
+
+
+def save_checkpoint(
+    root: Path,
+    drafter: DSparkDrafter,
+    optimiser: Optimiser,
+    progress: Progress,
+    *,
+    settings: dict[str, Any],
+    world_size: int,
+    keep: int,
+) -> Path:
+    """Write `step-NNNNNN` under `root`, then drop all but the newest `keep`.
+
+    Raises UserError when the disk is full; earlier checkpoints are untouched then.
+    """
+    final = root / f"step-{progress.step:06d}"
+    with explain_full_disk(final), atomic_folder(final) as folder:
+        save_drafter(folder / MODEL, drafter)
+        save_file(optimiser.state_tensors(), folder / OPTIMISER)
+        trainer = {
+            "step": progress.step,
+            "settings": settings,
+            "world_size": world_size,
+            "history": progress.history,
+        }
+        atomic_write_json(folder / TRAINER, trainer)
+        write_manifest(folder)
+    _prune(root, final, keep)
+    return final
+
+
+def restore_checkpoint(
+    checkpoint: Checkpoint, drafter: DSparkDrafter, optimiser: Optimiser
+) -> Progress:
+    """Load weights and moments of `checkpoint` into a freshly built drafter and optimiser."""
+    saved = load_drafter(checkpoint.folder / MODEL)
+    if saved.config != drafter.config:
+        raise UserError(f"{checkpoint.folder}: holds a drafter of another shape than this run's")
+    drafter.load_state_dict(saved.state_dict())
+    optimiser.load_state_tensors(load_file(checkpoint.folder / OPTIMISER))
+    return checkpoint.progress
+
+
+def newest_checkpoint(root: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that matches its manifest; broken ones are named to `warn`."""
+    _clear_leftovers(root)
+    for folder in sorted(root.glob("step-*"), reverse=True):
+        fault = manifest_fault(folder)
+        if fault is None:
+            return Checkpoint(folder, read_json(folder / TRAINER))
+        warn(f"{folder}: incomplete checkpoint skipped ({fault})")
+    return None
+
+
+def check_same_settings(
+    where: Path, stored: dict[str, Any], settings: dict[str, Any], free: tuple[str, ...]
+) -> None:
+    """Refuse to continue the run at `where` under other settings than `stored`.
+
+    Both are nested as `DistillConfig.to_dict` gives them; sections named in `free` may differ.
+    """
+    changed = [
+        f"{section}.{key} was {before!r}, now {now!r}"
+        for section in settings.keys() | stored.keys()
+        if section not in free
+        for key, before, now in _differences(stored.get(section, {}), settings.get(section, {}))
+    ]
+    if changed:
+        raise UserError(
+            f"{where}: made with other settings: {'; '.join(sorted(changed))}. "
+            "Resume with the same ones, or start a new run in another --out"
+        )
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    keys = before.keys() | now.keys()
+    return [(k, before.get(k), now.get(k)) for k in keys if before.get(k) != now.get(k)]
+
+
+def write_manifest(folder: Path) -> None:
+    """Record size and SHA-256 of every file in `folder`, recursively."""
+    files = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _hash(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    atomic_write_json(folder / MANIFEST, {"files": files})
+
+
+def manifest_fault(folder: Path) -> str | None:
+    """What is wrong with a folder that `write_manifest` described; None if nothing is."""
+    try:
+        files = read_json(folder / MANIFEST)["files"]
+    except (UserError, KeyError, TypeError):
+        return f"no readable {MANIFEST}"
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, expected {expected['bytes']}"
+        if _hash(path) != expected["sha256"]:
+            return f"{name} does not match its checksum"
+    return None
+
+
+@contextmanager
+def explain_full_disk(path: Path) -> Iterator[None]:
+    """Turn "no space left" while writing `path` into one clear UserError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        code = getattr(error, "errno", None)
+        # safetensors reports the operating system's error as text only.
+        if code not in _FULL and not any(f"(os error {n})" in str(error) for n in _FULL):
+            raise
+        raise UserError(
+            f"{path}: no space left to write it; earlier checkpoints are intact; "
+            "free some space and continue with --resume"
+        ) from error
+
+
+def _prune(root: Path, current: Path, keep: int) -> None:
+    """Remove checkpoints older than `current`, except the newest `keep - 1` of them.
+
+    Only called once `current` is in place. Newer folders are left alone: a run that resumed behind
+    a broken checkpoint has not reached that step again yet.
+    """
+    older = sorted((f for f in root.glob("step-*") if f.name < current.name), reverse=True)
+    for folder in older[keep - 1 :]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _clear_leftovers(root: Path) -> None:
+    """Tidy up after a run that was killed while it wrote or replaced a checkpoint."""
+    for aside in root.glob(".step-*.old"):
+        recover_folder(root / aside.name.removeprefix(".").removesuffix(".old"))
+    for fragment in root.glob(".step-*.tmp"):
+        shutil.rmtree(fragment, ignore_errors=True)
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
