@@ -1,0 +1,75 @@
+"""How a command line ends: exit code and at most one line on stderr.
+
+    0    done                          2    wrong option or input (`UserError`)
+    1    the command's own verdict     130  Ctrl-C; the line says how to go on
+
+Anything else is a defect of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+
+from dspark.errors import UserError
+
+# typer may carry its own copy of click: the class is taken from what typer itself exports.
+_UsageError: Any = typer.BadParameter.__base__
+
+# Options that take several values after one name (`--prompts a.jsonl b.jsonl`, so that a shell
+# pattern works), which click only knows as a repeated option.
+_SPREAD = frozenset({"--prompts", "--set", "--suite", "--temperature"})
+
+
+def run(app: typer.Typer, args: Sequence[str]) -> int:
+    """Run one command line (without the program's name) and return its exit code."""
+    try:
+        code = app(spread_values(args), prog_name="dspark", standalone_mode=False)
+    except (KeyboardInterrupt, typer.Abort):
+        return _interrupted(args)
+    except _UsageError as error:
+        return _usage(error)
+    except UserError as error:
+        return _fail(str(error))
+    # typer turns Ctrl-C inside a command into this exit code
+    return _interrupted(args) if code == 130 else int(code or 0)
+
+
+def spread_values(args: Sequence[str]) -> list[str]:
+    """Turn `--prompts a b` into `--prompts a --prompts b`; no command takes bare arguments."""
+    spread: list[str] = []
+    name = ""
+    for arg in args:
+        if arg.startswith("-"):
+            name = arg if arg in _SPREAD else ""
+        elif name and spread[-1] != name:
+            spread.append(name)
+        spread.append(arg)
+    return spread
+
+
+def _usage(error: Any) -> int:
+    message = error.format_message()
+    if not message:  # a bare `dspark`: its help is on the screen already
+        return 2
+    command = error.ctx.command_path if error.ctx else "dspark"
+    return _fail(f"{message} (see `{command} --help`)")
+
+
+def _fail(message: str) -> int:
+    typer.secho("error: ", fg=typer.colors.RED, err=True, nl=False)
+    typer.echo(" ".join(message.split()), err=True)
+    return 2
+
+
+def _interrupted(args: Sequence[str]) -> int:
+    command = shlex.join(["dspark", *args])
+    if args[:1] == ["distill"]:
+        again = command if "--resume" in args else f"{command} --resume"
+        typer.echo(f"interrupted; to go on from the last checkpoint: {again}", err=True)
+    else:
+        typer.echo(f"interrupted; nothing was kept, to start again: {command}", err=True)
+    return 130
