@@ -1,8 +1,8 @@
 """Prompt sets by name, or from any JSONL file.
 
 The shipped held-out prompts of the nano target come as two sets, since how predictable a text is
-decides how much of a draft is accepted: word problems with a worked solution (rows with an
-`answer`) and plain instructions (rows without).
+decides how much of a draft is accepted: word problems with a worked solution, and plain
+instructions, told apart by the family each row names.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from pathlib import Path
 from dspark.assets import asset
 from dspark.distill.prompts import PromptRow, read_prompts
 from dspark.errors import UserError
+from dspark.nano.instructions import FAMILIES as INSTRUCTIONS
 
 _NANO_FILE = "prompts/test.jsonl"
 
 
-def _is_problem(row: PromptRow) -> bool:
-    return "answer" in row.metadata
-
-
 def _is_instruction(row: PromptRow) -> bool:
-    return not _is_problem(row)
+    return row.metadata.get("family") in {family.name for family in INSTRUCTIONS}
+
+
+def _is_problem(row: PromptRow) -> bool:
+    return not _is_instruction(row)
 
 
 _NANO_SETS: dict[str, Callable[[PromptRow], bool]] = {
@@ -36,11 +37,13 @@ SUITE_NAMES = ("nano", *_NANO_SETS)
 
 @dataclass(frozen=True)
 class Suite:
-    """Prompts that are reported together, and how many rows they were drawn from."""
+    """Prompts that are reported together, how many rows they were drawn from, and what the
+    reader of the file had to say (skipped lines)."""
 
     name: str
     rows: tuple[PromptRow, ...]
     available: int
+    notes: tuple[str, ...] = ()
 
 
 def load_suites(name: str | Path, *, n_prompts: int, seed: int) -> list[Suite]:
@@ -54,20 +57,32 @@ def load_suites(name: str | Path, *, n_prompts: int, seed: int) -> list[Suite]:
     if str(name) in SUITE_NAMES:
         rows = read_prompts([asset(_NANO_FILE)], strict=True).rows
         wanted = _NANO_SETS if name == "nano" else {str(name): _NANO_SETS[str(name)]}
-        sets = {label: tuple(filter(keep, rows)) for label, keep in wanted.items()}
-    else:
-        path = Path(name)
-        if not path.is_file():
-            raise UserError(
-                f"{name}: neither a suite ({', '.join(SUITE_NAMES)}) nor a JSONL file with "
-                "`prompt`, `turns` or `messages` in each line"
-            )
-        sets = {path.stem: read_prompts([path], strict=False).rows}
-    return [
-        Suite(label, draw_rows(rows, n_prompts, seed), len(rows)) for label, rows in sets.items()
-    ]
+        return [
+            _suite(label, tuple(filter(keep, rows)), n_prompts, seed)
+            for label, keep in wanted.items()
+        ]
+    path = Path(name)
+    if not path.is_file():
+        raise UserError(
+            f"{name}: neither a suite ({', '.join(SUITE_NAMES)}) nor a JSONL file with "
+            "`prompt`, `turns` or `messages` in each line"
+        )
+    prompts = read_prompts([path])
+    skipped = bool(prompts.report.skipped or prompts.report.later_turns)
+    notes = (f"{path}: {prompts.report.summary()}",) if skipped else ()
+    return [_suite(path.stem, prompts.rows, n_prompts, seed, notes)]
 
 
 def draw_rows(rows: tuple[PromptRow, ...], count: int, seed: int) -> tuple[PromptRow, ...]:
-    """`count` rows in an order that `seed` decides; all of them if there are no more."""
-    return tuple(random.Random(seed).sample(rows, min(count, len(rows))))
+    """The first `count` rows of the order that `seed` decides; a smaller draw is its prefix."""
+    shuffled = list(rows)
+    random.Random(seed).shuffle(shuffled)
+    return tuple(shuffled[:count])
+
+
+def _suite(
+    name: str, rows: tuple[PromptRow, ...], count: int, seed: int, notes: tuple[str, ...] = ()
+) -> Suite:
+    if not rows:
+        raise UserError(f"{name}: the prompt file has no such rows")
+    return Suite(name, draw_rows(rows, count, seed), len(rows), notes)

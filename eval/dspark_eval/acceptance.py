@@ -1,0 +1,113 @@
+"""`dspark eval`: how much of a draft is accepted, for each prompt set on its own.
+
+Only speculative decoding runs: its answers are the target's (at temperature 0 token for token), so
+answers with a known result are graded as they are. Sets are never merged into one figure, since
+the topic of a prompt moves accepted length more than most changes to a drafter do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from dspark.files import atomic_write_json
+from dspark.nano.grade import is_correct
+from dspark.runtime.records import Generation
+from dspark_eval import metrics
+from dspark_eval.document import SCHEMA_VERSION, run_document
+from dspark_eval.pair import Pair, load_pair
+from dspark_eval.report import print_eval, progress
+from dspark_eval.settings import EvalOptions
+from dspark_eval.speed import Decode, PromptTimings, hash_tokens, summarize
+from dspark_eval.suites import Suite, load_suites
+
+EVAL_FILE = "eval.json"
+PLOT_FILE = "acceptance.png"
+
+
+def run_eval(options: EvalOptions) -> dict[str, Any]:
+    """Evaluate each prompt set; print, and write eval.json and acceptance.png into `out`.
+
+    Raises `UserError` for what `load_suites` and `load_pair` refuse.
+    """
+    suites = [
+        suite
+        for name in options.suites
+        for suite in load_suites(name, n_prompts=options.n_prompts, seed=options.seed)
+    ]
+    document = eval_pair(load_pair(options), suites, options)
+    if options.out is not None:
+        from dspark_eval.plots import plot_eval
+
+        atomic_write_json(options.out / EVAL_FILE, document)
+        plot_eval(document, options.out / PLOT_FILE)
+    if not options.quiet:
+        print_eval(document)
+    return document
+
+
+def eval_pair(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> dict[str, Any]:
+    """The JSON document for a pair that is loaded already: the setting, then each set by name."""
+    sampling = options.sampling()
+    decode = pair.speculative(sampling, options.max_new_tokens)
+    results = {}
+    for suite in suites:
+        with progress(f"eval {suite.name}", len(suite.rows), options.quiet) as advance:
+            results[suite.name] = _eval_suite(pair, suite, decode, options, advance)
+    few = [f"{s.name}: {line}" for s in suites for line in metrics.sample_size_warnings(len(s.rows))]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "target": pair.target.name,
+        "drafter": pair.drafter_name,
+        "temperature": sampling.temperature,
+        "draft_length": pair.draft_length,
+        "seed": options.seed,
+        "suites": results,
+        "warnings": [*pair.warnings, *(note for s in suites for note in s.notes), *few],
+    }
+
+
+def _eval_suite(
+    pair: Pair, suite: Suite, decode: Decode, options: EvalOptions, advance: Callable[[], None]
+) -> dict[str, Any]:
+    """The keys of a bench run, what concerns plain decoding null, and the keys of an evaluation."""
+    prompts = pair.prompt_ids(suite)
+    timings = [PromptTimings(len(prompt)) for prompt in prompts]
+    for index, (prompt, entry) in enumerate(zip(prompts, timings, strict=True)):
+        answer = decode(prompt, options.seed + index)
+        metrics.check_generation(answer)
+        entry.speculative.append(answer)
+        advance()
+    answers = [entry.speculative[0] for entry in timings]
+    by_prompt = [answer.rounds for answer in answers]
+    buckets = metrics.context_buckets([entry.prompt_length for entry in timings], by_prompt)
+    return {
+        **run_document(
+            pair,
+            options.sampling(),
+            max_new_tokens=options.max_new_tokens,
+            summary=summarize(timings, seed=options.seed),
+            greedy_mismatches=None,
+        ),
+        "n_rounds": sum(map(len, by_prompt)),
+        "prompts_available": suite.available,
+        "prompts_sha256": hash_tokens(prompts),
+        "prefix_survival": metrics.prefix_survival(metrics.pool(by_prompt)),
+        "accepted_length_percentiles": metrics.accepted_length_percentiles(by_prompt),
+        "loop_share": metrics.loop_share([answer.tokens for answer in answers]),
+        "accepted_length_without_loops": metrics.accepted_length_without_loops(answers),
+        "context_buckets": [asdict(bucket) for bucket in buckets],
+        "finished_share": sum(answer.finish == "end" for answer in answers) / len(answers),
+        "exact_answers": exact_answers(pair, suite, answers),
+    }
+
+
+def exact_answers(pair: Pair, suite: Suite, answers: Sequence[Generation]) -> float | None:
+    """Share of right final answers among rows that carry one; None if no row does."""
+    graded = [
+        is_correct(pair.chat.decode(answer.tokens), str(row.metadata["answer"]))
+        for row, answer in zip(suite.rows, answers, strict=True)
+        if "answer" in row.metadata
+    ]
+    return sum(graded) / len(graded) if graded else None

@@ -1,0 +1,166 @@
+"""`dspark bench`: plain against speculative decoding, in one process, prompt by prompt.
+
+What makes the comparison fair (eval/README.md has the reasons):
+
+* the same target, weights, kernels, threads, prompts, sampling code and `max_new_tokens`;
+* the two ways alternate on every prompt, and which goes first alternates too (A B, B A, A B, ...),
+  so that a machine that warms up or slows down treats both alike;
+* whole prompts are decoded before the clock counts, and thrown away;
+* tokens per second counts the tokens after the first and their seconds: the first comes from
+  prefill, which speculation does not touch. The figure with prefill stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from dspark.errors import UserError
+from dspark.files import atomic_write_json
+from dspark.runtime.k3_target import K3Target
+from dspark.runtime.sampling import SamplingParams
+from dspark.runtime.target import Target
+from dspark_eval import metrics
+from dspark_eval.document import run_document
+from dspark_eval.mismatches import find_mismatches
+from dspark_eval.pair import Pair, load_pair
+from dspark_eval.report import print_bench, progress
+from dspark_eval.settings import BenchOptions
+from dspark_eval.speed import (
+    PromptTimings,
+    details,
+    hash_tokens,
+    measure,
+    summarize,
+    summarize_peer,
+)
+from dspark_eval.suites import Suite, load_suites
+from dspark_eval.transformers_peer import TransformersPeer
+
+WARMUP_PEER_TOKENS = 32
+
+
+def run_bench(options: BenchOptions) -> dict[str, Any]:
+    """Measure every sampling setting asked for; print, write and plot as the options say.
+
+    Returns the JSON document: the keys of one run at the top level (the first setting), and where
+    several temperatures were asked for also `runs`, the list of all of them.
+    Raises `UserError` when the drafter never proposes a token, and for what `load_pair` refuses.
+    """
+    suite = _one_suite(options)
+    pair = load_pair(options)
+    document = bench_pair(pair, suite, options)
+    if options.json is not None:
+        atomic_write_json(options.json, document)
+    runs = document.get("runs", [document])
+    if options.plot is not None:
+        from dspark_eval.plots import plot_bench
+
+        plot_bench(runs, options.plot)
+    if not options.quiet:
+        print_bench(runs)
+    return document
+
+
+def bench_pair(pair: Pair, suite: Suite, options: BenchOptions) -> dict[str, Any]:
+    """The JSON document for a pair that is loaded already."""
+    prompts = pair.prompt_ids(suite)
+    peer = _make_peer(pair.target) if options.peer else None
+    runs = [
+        # the peer decodes greedily whatever the setting: once is enough
+        _run_setting(pair, suite, prompts, options, sampling, peer if index == 0 else None)
+        for index, sampling in enumerate(options.sampling())
+    ]
+    return {**runs[0], "runs": runs} if len(runs) > 1 else runs[0]
+
+
+def _one_suite(options: BenchOptions) -> Suite:
+    suites = load_suites(options.prompts, n_prompts=options.n_prompts, seed=options.seed)
+    if len(suites) > 1:
+        names = " or ".join(suite.name for suite in suites)
+        raise UserError(f"--prompts {options.prompts}: bench measures one set; give {names}")
+    return suites[0]
+
+
+def _make_peer(target: Target) -> TransformersPeer:
+    if not isinstance(target, K3Target):
+        raise UserError("--peer: only a K3 or Kimi-Linear target has a peer; leave --peer out")
+    return TransformersPeer(target.model.config, device=target.device, dtype=target.dtype)
+
+
+def _run_setting(
+    pair: Pair,
+    suite: Suite,
+    prompts: Sequence[list[int]],
+    options: BenchOptions,
+    sampling: SamplingParams,
+    peer: TransformersPeer | None,
+) -> dict[str, Any]:
+    """Warm up, measure and summarise one sampling setting."""
+    timings = _measure_setting(pair, prompts, options, sampling, peer)
+    _require_proposals(timings, pair.drafter_name)
+    mismatches = find_mismatches(pair.target, prompts, timings) if sampling.greedy else None
+    few = metrics.sample_size_warnings(len(prompts))
+    return {
+        **run_document(
+            pair,
+            sampling,
+            max_new_tokens=options.max_new_tokens,
+            summary=summarize(timings, seed=options.seed),
+            greedy_mismatches=None if mismatches is None else len(mismatches),
+        ),
+        "extra": {
+            "prompts": suite.name,
+            "prompts_available": suite.available,
+            "prompts_sha256": hash_tokens(prompts),
+            "draft_length": pair.draft_length,
+            "block_size": pair.drafter.config.block_size,
+            "seed": options.seed,
+            "repeats": options.repeats,
+            "warmup_prompts": options.warmup,
+            **details(timings, seed=options.seed),
+            "mismatches": None if mismatches is None else [asdict(m) for m in mismatches],
+            "peer": None if peer is None else summarize_peer(timings, peer, seed=options.seed),
+            "warnings": [*suite.notes, *pair.warnings, *few],
+        },
+    }
+
+
+def _measure_setting(
+    pair: Pair,
+    prompts: Sequence[list[int]],
+    options: BenchOptions,
+    sampling: SamplingParams,
+    peer: TransformersPeer | None,
+) -> list[PromptTimings]:
+    plain = pair.plain(sampling, options.max_new_tokens)
+    speculative = pair.speculative(sampling, options.max_new_tokens)
+    for index in range(options.warmup):
+        prompt = prompts[-1 - index % len(prompts)]
+        plain(prompt, options.seed)
+        speculative(prompt, options.seed)
+        if peer is not None:
+            peer.measure(len(prompt), WARMUP_PEER_TOKENS)
+    title = f"bench at temperature {sampling.temperature:g}"
+    with progress(title, options.repeats * len(prompts), options.quiet) as advance:
+        return measure(
+            prompts,
+            plain,
+            speculative,
+            repeats=options.repeats,
+            seed=options.seed,
+            peer=peer,
+            advance=advance,
+        )
+
+
+def _require_proposals(timings: Sequence[PromptTimings], drafter: str) -> None:
+    """A speed measured without a single proposal is plain decoding under another name."""
+    if not any(timing.rounds for timing in timings):
+        raise UserError("no round was measured: every answer ended with its first token")
+    if not any(record.drafted for timing in timings for record in timing.rounds):
+        raise UserError(
+            f"{drafter}: the drafter never proposed a token, so there is no speed to report; "
+            "check it with `dspark doctor`"
+        )

@@ -1,0 +1,52 @@
+"""The JSON that machines read: one flat dictionary for each run, its keys in one place.
+
+A key is never left out. What a run did not measure is null: `greedy_mismatches` when sampling,
+`host_syncs_per_token` on a CPU, everything about plain decoding in `dspark eval`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dspark import ops
+from dspark.runtime.sampling import SamplingParams
+from dspark_eval.environment import describe_environment
+from dspark_eval.pair import Pair
+
+SCHEMA_VERSION = 1
+RUN_KEYS = (
+    "schema_version", "target", "drafter", "batch", "policy", "temperature", "top_p", "top_k",
+    "max_new_tokens", "n_prompts", "plain_tokens_per_s", "speculative_tokens_per_s", "speedup",
+    "speedup_ci95", "accepted_length", "accepted_length_ci95", "acceptance_rate",
+    "acceptance_rate_with_bonus", "conditional_acceptance", "draft_length_mean", "draft_ms",
+    "verify_ms", "other_ms", "frame_ms_p50", "frame_ms_p99", "host_syncs_per_token",
+    "greedy_mismatches", "backends", "environment",
+)  # fmt: skip
+
+
+def run_document(
+    pair: Pair,
+    sampling: SamplingParams,
+    *,
+    max_new_tokens: int,
+    summary: Mapping[str, Any],
+    greedy_mismatches: int | None,
+) -> dict[str, Any]:
+    """All of `RUN_KEYS`, in their order. `summary` comes from `speed.summarize`."""
+    values = {
+        "schema_version": SCHEMA_VERSION,
+        "target": pair.target.name,
+        "drafter": pair.drafter_name,
+        "batch": 1,
+        "policy": "fixed",
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": max_new_tokens,
+        "greedy_mismatches": greedy_mismatches,
+        "backends": ops.backends(),
+        "environment": describe_environment(pair.target.device, pair.target.dtype),
+        **summary,
+    }
+    return {key: values[key] for key in RUN_KEYS}

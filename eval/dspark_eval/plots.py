@@ -1,0 +1,155 @@
+"""The pictures: speed and acceptance of a bench, acceptance by position of an evaluation.
+
+Drawn without pyplot, so that importing this file touches no display and no global state. Colours
+are Okabe and Ito's, which people with any common colour blindness tell apart; series also differ
+in marker or hatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE, ORANGE, GREEN, PINK, SKY, RED = (
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00",
+)  # fmt: skip
+SERIES = (BLUE, RED, GREEN, PINK, ORANGE, SKY)
+MARKERS = ("o", "s", "^", "D", "v", "P")
+GREY = "#666666"
+DPI = 150
+
+Run = dict[str, Any]
+
+
+def plot_bench(runs: Sequence[Run], path: Path) -> None:
+    """Three panels: tokens per second, conditional acceptance by position, where a round goes."""
+    figure = Figure(figsize=(13, 4.4), layout="constrained")
+    speed, position, split = figure.subplots(1, 3, width_ratios=(1.1, 1.1, 1))
+    first = runs[0]
+    _draw_speed(speed, runs)
+    curves = {f"temperature {run['temperature']:g}": run for run in runs}
+    _draw_positions(position, curves)
+    _draw_split(split, runs)
+    figure.suptitle(
+        f"{first['target']}, batch {first['batch']}, draft length {first['extra']['draft_length']}, "
+        f"n = {first['n_prompts']} prompts, {first['environment']['device_name']}, "
+        f"{first['environment']['threads']} threads, {first['environment']['dtype']}",
+        fontsize=10,
+    )
+    _save(figure, path)
+
+
+def plot_eval(document: dict[str, Any], path: Path) -> None:
+    """Conditional acceptance by draft position, one line for each prompt set."""
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    axes = figure.subplots()
+    curves = {
+        f"{name} (n = {suite['n_prompts']} prompts)": suite
+        for name, suite in document["suites"].items()
+    }
+    _draw_positions(axes, curves)
+    axes.set_title(f"{document['target']}, temperature {document['temperature']:g}", fontsize=10)
+    _save(figure, path)
+
+
+def _draw_speed(axes: Axes, runs: Sequence[Run]) -> None:
+    """Bars with 95 % intervals; the speed-up stands above each speculative bar."""
+    width = 0.38
+    ways = (("plain", BLUE, ""), ("speculative", ORANGE, "//"))
+    for shift, (way, colour, hatch) in zip((-width / 2, width / 2), ways, strict=True):
+        heights = [run[f"{way}_tokens_per_s"] for run in runs]
+        bounds = [run["extra"][f"{way}_tokens_per_s_ci95"] for run in runs]
+        places = [index + shift for index in range(len(runs))]
+        axes.bar(
+            places, heights, width, label=way, color=colour, hatch=hatch, edgecolor="white"
+        )
+        for place, height, bound in zip(places, heights, bounds, strict=True):
+            if bound is not None:
+                whiskers = [[max(height - bound[0], 0)], [max(bound[1] - height, 0)]]
+                axes.errorbar(place, height, yerr=whiskers, color="black", capsize=4)
+    tops = [
+        max([run["speculative_tokens_per_s"], *(run["extra"]["speculative_tokens_per_s_ci95"] or ())])
+        for run in runs
+    ]
+    for index, (run, top) in enumerate(zip(runs, tops, strict=True)):
+        text = f"{run['speedup']:.2f}x"
+        axes.annotate(
+            text, (index + width / 2, top), (0, 4), textcoords="offset points", ha="center"
+        )
+    peer = runs[0]["extra"]["peer"]
+    if peer is not None:
+        axes.axhline(
+            peer["tokens_per_s"], color=GREY, linestyle="--", label="transformers generate"
+        )
+    axes.set_xticks(range(len(runs)), [f"temperature {run['temperature']:g}" for run in runs])
+    axes.set_ylabel("tokens per second, after the first token")
+    axes.set_title("Speed (whiskers: 95 % over prompts)", fontsize=10)
+    axes.set_ylim(0, 1.3 * max(*tops, *(run["plain_tokens_per_s"] for run in runs)))
+    axes.legend(loc="upper right", frameon=False, ncols=3, fontsize=8)
+    _tidy(axes)
+
+
+def _draw_positions(axes: Axes, curves: dict[str, Run]) -> None:
+    longest = 1
+    for index, (label, run) in enumerate(curves.items()):
+        chances = run["conditional_acceptance"]
+        longest = max(longest, len(chances))
+        tau = run["accepted_length"]
+        axes.plot(
+            range(1, len(chances) + 1),
+            [float("nan") if value is None else value for value in chances],
+            color=SERIES[index % len(SERIES)],
+            marker=MARKERS[index % len(MARKERS)],
+            label=label if tau is None else f"{label}: accepted length {tau:.2f}",
+        )
+    axes.set_xticks(range(1, longest + 1))
+    axes.set_xlim(0.5, longest + 0.5)
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("draft position")
+    axes.set_ylabel("P(accepted | all before accepted)")
+    axes.set_title("Conditional acceptance", fontsize=10)
+    axes.legend(loc="lower left", frameon=False, fontsize=8)
+    _tidy(axes)
+
+
+def _draw_split(axes: Axes, runs: Sequence[Run]) -> None:
+    """Stacked milliseconds of a round beside the plain steps that give as many tokens."""
+    parts = (("draft_ms", "draft", SKY, ""), ("verify_ms", "verify", GREEN, "//"),
+             ("other_ms", "other", PINK, ".."))  # fmt: skip
+    width = 0.38
+    for index, run in enumerate(runs):
+        bottom = 0.0
+        for key, label, colour, hatch in parts:
+            axes.bar(
+                index + width / 2, run[key], width, bottom=bottom, color=colour, hatch=hatch,
+                edgecolor="white", label=label if index == 0 else None,
+            )  # fmt: skip
+            bottom += run[key]
+        plain = run["extra"]["plain_ms_per_token"] * run["accepted_length"]
+        axes.bar(
+            index - width / 2, plain, width, color=BLUE, edgecolor="white",
+            label="plain steps for as many tokens" if index == 0 else None,
+        )  # fmt: skip
+    axes.set_xticks(range(len(runs)), [f"temperature {run['temperature']:g}" for run in runs])
+    axes.set_ylabel("milliseconds per round")
+    axes.set_title("Where a round goes", fontsize=10)
+    axes.set_ylim(0, 1.35 * axes.get_ylim()[1])
+    axes.legend(loc="upper right", frameon=False, ncols=2, fontsize=8)
+    _tidy(axes)
+
+
+def _tidy(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.25)
+    axes.set_axisbelow(True)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=DPI)

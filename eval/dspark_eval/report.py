@@ -1,0 +1,179 @@
+"""Tables on the terminal, and the progress bar that only a terminal sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+MINIMUM_WIDTH = 112  # pipes and CI logs report 80 columns or none; a wrapped table is unreadable
+NOT_MEASURED = "-"
+
+Run = dict[str, Any]
+
+
+@contextmanager
+def progress(title: str, total: int, quiet: bool = False) -> Iterator[Callable[[], None]]:
+    """Yield a function to call after each step. Draws on stderr, and only on a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    hidden = quiet or not console.is_terminal
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=hidden, transient=True
+    ) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)
+
+
+def print_bench(runs: Sequence[Run], console: Console | None = None) -> None:
+    """One table, a row for each sampling setting, and the transformers peer where measured."""
+    console = console or _console()
+    first = runs[0]
+    table = Table(title=_bench_title(first), title_justify="left", caption_justify="left")
+    table.add_column("decoding")
+    for name in (
+        "tokens/s",
+        "speed-up [95 %]",
+        "accepted length [95 %]",
+        "accepted drafts",
+        "draft + verify + other ms",
+        "same text",
+    ):
+        table.add_column(name, justify="right")
+    for run in runs:
+        _add_run(table, run)
+    peer = first["extra"]["peer"]
+    if peer is not None:
+        table.add_row(peer["name"], _rate(peer["tokens_per_s"]), *[""] * 5)
+    console.print(table)
+    for line in _bench_notes(runs):
+        console.print(line, highlight=False)
+
+
+def _add_run(table: Table, run: Run) -> None:
+    setting = f"temperature {run['temperature']:g}"
+    table.add_row(f"plain, {setting}", _rate(run["plain_tokens_per_s"]), *[""] * 5)
+    times = " + ".join(_number(run[key], 2) for key in ("draft_ms", "verify_ms", "other_ms"))
+    table.add_row(
+        f"speculative, {setting}",
+        _rate(run["speculative_tokens_per_s"]),
+        f"{_number(run['speedup'], 2)}x {_interval(run['speedup_ci95'])}",
+        f"{_number(run['accepted_length'], 2)} {_interval(run['accepted_length_ci95'])}",
+        _percent(run["acceptance_rate"]),
+        times,
+        _same_text(run),
+        style="bold",
+        end_section=True,
+    )
+
+
+def _bench_title(run: Run) -> str:
+    return (
+        f"{run['drafter']} drafts for {run['target']}: batch {run['batch']}, draft length "
+        f"{run['extra']['draft_length']}, {run['n_prompts']} prompts of {run['extra']['prompts']}, "
+        f"at most {run['max_new_tokens']} new tokens"
+    )
+
+
+def _bench_notes(runs: Sequence[Run]) -> Iterator[str]:
+    first, environment = runs[0], runs[0]["environment"]
+    yield (
+        "Tokens/s: after the first token, pooled over prompts. [95 %]: bootstrap over prompts. "
+        "Accepted length counts the bonus token."
+    )
+    for run in runs:
+        extra = run["extra"]
+        yield (
+            f"temperature {run['temperature']:g}: speculation pays above an accepted length of "
+            f"{_number(extra['break_even_accepted_length'], 2)}; "
+            f"{_percent(extra['loop_share'])} of the answers loop, accepted length without them "
+            f"{_number(extra['accepted_length_without_loops'], 2)}"
+        )
+    peer = first["extra"]["peer"]
+    if peer is not None:
+        yield (
+            f"Plain decoding runs at {_number(peer['plain_over_peer'], 2)}x "
+            f"{_interval(peer['plain_over_peer_ci95'])} of transformers' generate "
+            f"({peer['n_prompts']} prompts, greedy)."
+        )
+    backends = ", ".join(f"{op} {name}" for op, name in first["backends"].items())
+    yield (
+        f"{environment['device_name']}, {environment['threads']} threads, {environment['dtype']}, "
+        f"torch {environment['torch']}; kernels: {backends}"
+    )
+    for warning in dict.fromkeys(w for run in runs for w in run["extra"]["warnings"]):
+        yield f"warning: {warning}"
+
+
+def print_eval(document: dict[str, Any], console: Console | None = None) -> None:
+    """One row for each prompt set, then acceptance by position."""
+    console = console or _console()
+    title = (
+        f"{document['drafter']} drafts for {document['target']}: temperature "
+        f"{document['temperature']:g}, draft length {document['draft_length']}"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("prompt set")
+    for name in (
+        "prompts",
+        "accepted length [95 %]",
+        "without loops",
+        "accepted drafts",
+        "with bonus",
+        "answers that loop",
+        "exact answers",
+    ):
+        table.add_column(name, justify="right")
+    for name, suite in document["suites"].items():
+        table.add_row(
+            name,
+            str(suite["n_prompts"]),
+            f"{_number(suite['accepted_length'], 2)} {_interval(suite['accepted_length_ci95'])}",
+            _number(suite["accepted_length_without_loops"], 2),
+            _percent(suite["acceptance_rate"]),
+            _percent(suite["acceptance_rate_with_bonus"]),
+            _percent(suite["loop_share"]),
+            _percent(suite["exact_answers"]),
+        )
+    console.print(table)
+    for name, suite in document["suites"].items():
+        chances = " ".join(_number(value, 2) for value in suite["conditional_acceptance"])
+        console.print(f"{name}: conditional acceptance by position {chances}", highlight=False)
+    for warning in document["warnings"]:
+        console.print(f"warning: {warning}", highlight=False)
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.width >= MINIMUM_WIDTH else Console(width=MINIMUM_WIDTH)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return NOT_MEASURED if value is None else f"{value:.{digits}f}"
+
+
+def _rate(value: float | None) -> str:
+    return _number(value, 1)
+
+
+def _percent(value: float | None) -> str:
+    return NOT_MEASURED if value is None else f"{100 * value:.1f} %"
+
+
+def _interval(bounds: Sequence[float] | None) -> str:
+    return "" if bounds is None else f"[{bounds[0]:.2f}, {bounds[1]:.2f}]"
+
+
+def _same_text(run: Run) -> str:
+    mismatches, prompts = run["greedy_mismatches"], run["n_prompts"]
+    return NOT_MEASURED if mismatches is None else f"{prompts - mismatches}/{prompts}"

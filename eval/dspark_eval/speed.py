@@ -1,0 +1,179 @@
+"""Timing two ways of decoding against each other, and what follows from the times.
+
+Per prompt and repeat: n tokens, the first from prefill, d seconds for the other n - 1. Pooled over
+prompts: tokens/s = sum (n - 1) / sum d, speed-up = speculative tokens/s / plain tokens/s, and the
+break-even accepted length = milliseconds of a round / milliseconds of a plain step: below it
+speculation loses. Intervals resample prompts and keep all measurements of a prompt together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dspark.runtime.records import Generation, RoundRecord
+from dspark_eval import metrics
+from dspark_eval.transformers_peer import PEER_NAME, PeerTiming, TransformersPeer
+
+Decode = Callable[[list[int], int], Generation]
+"""Prompt ids and seed to an answer."""
+
+PEER_PROMPTS = 12  # transformers is slow; a dozen prompts give its speed to a few per cent
+
+
+@dataclass
+class PromptTimings:
+    """Everything measured on one prompt, one entry per repeat."""
+
+    prompt_length: int
+    plain: list[Generation] = field(default_factory=list)
+    speculative: list[Generation] = field(default_factory=list)
+    peer: list[PeerTiming] = field(default_factory=list)
+
+    @property
+    def rounds(self) -> list[RoundRecord]:
+        """The rounds of all repeats."""
+        return metrics.pool(g.rounds for g in self.speculative)
+
+
+def measure(
+    prompts: Sequence[list[int]],
+    plain: Decode,
+    speculative: Decode,
+    *,
+    repeats: int,
+    seed: int,
+    peer: TransformersPeer | None = None,
+    advance: Callable[[], None] = lambda: None,
+) -> list[PromptTimings]:
+    """Decode every prompt both ways; who goes first changes with prompt and repeat.
+
+    The seed depends on the prompt's index and the repeat, so that repeats at temperature > 0 are
+    new samples and not the same one again. `advance` is called after each prompt.
+    """
+    timings = [PromptTimings(len(prompt)) for prompt in prompts]
+    for repeat in range(repeats):
+        for index, (prompt, entry) in enumerate(zip(prompts, timings, strict=True)):
+            prompt_seed = seed + index + repeat * len(prompts)
+            ways = [(plain, entry.plain), (speculative, entry.speculative)]
+            for decode, answers in ways if (index + repeat) % 2 == 0 else reversed(ways):
+                answers.append(decode(prompt, prompt_seed))
+            metrics.check_generation(entry.speculative[-1])
+            if peer is not None and index < PEER_PROMPTS:
+                # as many tokens as plain decoding made, so that both see the same context lengths
+                entry.peer.append(peer.measure(len(prompt), max(2, len(entry.plain[-1].tokens))))
+            advance()
+    return timings
+
+
+# ------------------------------------------------------------------ the figures
+
+
+def _sums(answers: Sequence[Generation]) -> tuple[int, float, int, float]:
+    """Tokens after the first, their seconds, all tokens, and seconds with prefill."""
+    after_first = sum(max(len(g.tokens) - 1, 0) for g in answers)
+    decode_s = sum(g.decode_s for g in answers)
+    total = sum(len(g.tokens) for g in answers)
+    return after_first, decode_s, total, decode_s + sum(g.prefill_s for g in answers)
+
+
+def _rate(sums: np.ndarray) -> np.ndarray:
+    return sums[0] / sums[1]
+
+
+def _speedup(sums: np.ndarray) -> np.ndarray:
+    return (sums[0] / sums[1]) / (sums[2] / sums[3])
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def summarize(timings: Sequence[PromptTimings], *, seed: int) -> dict[str, Any]:
+    """The speed and acceptance keys of the JSON document, pooled over prompts and repeats."""
+    plain = np.array([_sums(t.plain)[:2] for t in timings])
+    fast = np.array([_sums(t.speculative)[:2] for t in timings])
+    both = np.concatenate([fast, plain], axis=1)
+    by_prompt = [t.rounds for t in timings]
+    rounds = metrics.pool(by_prompt)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        plain_rate, fast_rate = _rate(plain.sum(0)), _rate(fast.sum(0))
+        speedup = _speedup(both.sum(0))
+    return {
+        "n_prompts": len(timings),
+        "plain_tokens_per_s": _finite(plain_rate),
+        "speculative_tokens_per_s": _finite(fast_rate),
+        "speedup": _finite(speedup),
+        "speedup_ci95": metrics.bootstrap_ci95(both, _speedup, seed=seed),
+        "accepted_length": metrics.accepted_length(rounds),
+        "accepted_length_ci95": metrics.accepted_length_ci95(by_prompt, seed=seed),
+        "acceptance_rate": metrics.acceptance_rate(rounds),
+        "acceptance_rate_with_bonus": metrics.acceptance_rate_with_bonus(rounds),
+        "conditional_acceptance": metrics.conditional_acceptance(rounds),
+        "draft_length_mean": metrics.draft_length_mean(rounds),
+        **metrics.round_times_ms(rounds),
+        "host_syncs_per_token": None,  # counted by the frame scheduler on a GPU; nothing to count here
+    }
+
+
+def details(timings: Sequence[PromptTimings], *, seed: int) -> dict[str, Any]:
+    """What stands under `extra`: intervals of both rates, prefill included, loops, percentiles."""
+    plain = np.array([_sums(t.plain) for t in timings])
+    fast = np.array([_sums(t.speculative) for t in timings])
+    by_prompt = [t.rounds for t in timings]
+    answers = [g for t in timings for g in t.speculative]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        plain_all, fast_all = _rate(plain.sum(0)[2:]), _rate(fast.sum(0)[2:])
+        step_ms = 1e3 / _rate(plain.sum(0))
+    rounds = metrics.pool(by_prompt)
+    round_ms = 1e3 * sum(r.draft_s + r.verify_s + r.other_s for r in rounds) / max(len(rounds), 1)
+    return {
+        "n_rounds": len(rounds),
+        "plain_tokens": int(plain[:, 2].sum()),
+        "speculative_tokens": int(fast[:, 2].sum()),
+        "plain_tokens_per_s_ci95": metrics.bootstrap_ci95(plain, _rate, seed=seed),
+        "speculative_tokens_per_s_ci95": metrics.bootstrap_ci95(fast, _rate, seed=seed),
+        "plain_tokens_per_s_with_prefill": _finite(plain_all),
+        "speculative_tokens_per_s_with_prefill": _finite(fast_all),
+        "speedup_with_prefill": _finite(fast_all / plain_all),
+        "plain_ms_per_token": _finite(step_ms),
+        "break_even_accepted_length": _finite(round_ms / step_ms) if rounds else None,
+        "prefix_survival": metrics.prefix_survival(rounds),
+        "accepted_length_percentiles": metrics.accepted_length_percentiles(by_prompt),
+        "accepted_length_without_loops": metrics.accepted_length_without_loops(answers),
+        "loop_share": metrics.loop_share([g.tokens for g in answers]),
+        "plain_sha256": hash_tokens([g.tokens for t in timings for g in t.plain]),
+        "speculative_sha256": hash_tokens([g.tokens for g in answers]),
+    }
+
+
+def summarize_peer(
+    timings: Sequence[PromptTimings], peer: TransformersPeer, *, seed: int
+) -> dict[str, Any]:
+    """Plain decoding against the peer, on the prompts that both decoded."""
+    shared = [t for t in timings if t.peer]
+    theirs = [(sum(p.tokens for p in t.peer), sum(p.decode_s for p in t.peer)) for t in shared]
+    ours = [_sums(t.plain)[:2] for t in shared]
+    both = np.concatenate([np.array(ours), np.array(theirs)], axis=1)
+    return {
+        "name": PEER_NAME,
+        "n_prompts": len(shared),
+        "parameters": peer.parameters,
+        "tokens_per_s": _finite(_rate(both.sum(0)[2:])),
+        "tokens_per_s_ci95": metrics.bootstrap_ci95(theirs, _rate, seed=seed),
+        "plain_tokens_per_s": _finite(_rate(both.sum(0))),
+        "plain_over_peer": _finite(_speedup(both.sum(0))),
+        "plain_over_peer_ci95": metrics.bootstrap_ci95(both, _speedup, seed=seed),
+    }
+
+
+def hash_tokens(sequences: Sequence[Sequence[int]]) -> str:
+    """SHA-256 of token sequences, to see whether two runs decoded the same text."""
+    digest = hashlib.sha256()
+    for tokens in sequences:
+        digest.update((",".join(map(str, tokens)) + ";").encode())
+    return digest.hexdigest()
