@@ -34,7 +34,7 @@ from dspark.runtime.prefill import (
     prefill,
 )
 from dspark.runtime.proposal import Drafter, check_draft_length, propose
-from dspark.runtime.records import Generation, Proposal, RoundRecord, Verdict
+from dspark.runtime.records import ALL_ACCEPTED, Generation, Proposal, RoundRecord
 from dspark.runtime.sampling import SamplingParams, request_generator
 from dspark.runtime.target import Cache, Target
 from dspark.runtime.verify import verify
@@ -100,7 +100,7 @@ class SpeculativeDecoder:
         start = clock(device)
         request = self._begin(
             prompt_ids,
-            len(prompt_ids) + max_new_tokens + self.drafter.config.block_size,
+            len(prompt_ids) + max_new_tokens,  # a round never verifies past the last token
             sampling,
             end_ids(self.target, end_token_ids),
             request_generator(seed, 0, device),
@@ -160,28 +160,35 @@ class SpeculativeDecoder:
         block = torch.cat((request.anchor.unsqueeze(1), proposal.tokens), dim=1)
         out = target.forward(block, request.cache, taps=self.drafter.taps, commit=False)
         verdict = verify(proposal, target.logits(out.hidden), request.sampling, request.generator)
-        emitted, accepted, ended = _emit(proposal, verdict, request.ends)
+        accepted, next_token, level, *tokens = torch.cat(
+            (verdict.accepted, verdict.next_token, verdict.level, proposal.tokens[0])
+        ).tolist()
         verified = clock(device)
 
+        emitted = _until_end([*tokens[:accepted], next_token], request.ends)
         request.cache.commit(len(emitted))
-        request.anchor = torch.tensor([emitted[-1]], device=device)
+        request.anchor = torch.tensor(emitted[-1:], device=device)
         if on_tokens is not None:
             on_tokens(list(emitted))
+        confidence = [] if proposal.confidence is None else proposal.confidence[0].tolist()
+        entropy = proposal.entropy[0].tolist()
         committed = clock(device)
+
         if out.taps is not None:
             self.drafter.extend(request.context, out.taps[:, : len(emitted)])
         end = clock(device)
+        cut = len(emitted) <= accepted  # an accepted token ended the text
         return emitted, RoundRecord(
             drafted=length,
-            verified=accepted if ended else length,
-            accepted=accepted,
+            verified=len(emitted) if cut else length,
+            accepted=min(accepted, len(emitted)),
             emitted=len(emitted),
-            level=int(verdict.level),
+            level=ALL_ACCEPTED if cut else level,
             draft_s=(drafted - start) + (end - committed),
             verify_s=verified - drafted,
             other_s=committed - verified,
-            confidence=tuple(proposal.confidence[0].tolist()),
-            entropy=tuple(proposal.entropy[0].tolist()),
+            confidence=tuple(confidence),
+            entropy=tuple(entropy),
         )
 
     def _draft(self, request: _Request, length: int) -> Proposal:
@@ -199,13 +206,9 @@ class SpeculativeDecoder:
         )
 
 
-def _emit(
-    proposal: Proposal, verdict: Verdict, ends: frozenset[int]
-) -> tuple[list[int], int, bool]:
-    """(tokens the user receives, accepted among them, whether an accepted token ended the text)."""
-    accepted = int(verdict.accepted)
-    tokens = [*proposal.tokens[0, :accepted].tolist(), int(verdict.next_token)]
-    for k, token in enumerate(tokens[:accepted], start=1):
+def _until_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
+    """The tokens up to and including the first end token."""
+    for k, token in enumerate(tokens):
         if token in ends:
-            return tokens[:k], k, True
-    return tokens, accepted, False
+            return tokens[: k + 1]
+    return tokens

@@ -63,7 +63,7 @@ class Drafter(Protocol):
     config: BlockConfig
     taps: TapSet
     markov_head: MarkovHead
-    confidence_head: Callable[[Tensor, Tensor], Tensor]
+    confidence_head: Callable[[Tensor, Tensor], Tensor] | None
 
     def new_context(self, batch: int, max_length: int) -> Any:
         """Empty draft context for `batch` rows of at most `max_length` committed tokens."""
@@ -109,15 +109,18 @@ def propose(
     )
     block[:, 0] = anchor
     hidden = drafter.block_hidden(target.embed(block), context)[:, :draft_length]
-    logits = target.logits(hidden)
+    logits = target.logits(hidden.to(target.dtype))
     if sampling.greedy:
         tokens, probs = _walk_greedy(drafter.markov_head, logits, anchor), None
     else:
         u = uniform((anchor.shape[0], draft_length), generator, anchor.device)
         tokens, probs = _walk_sampled(drafter.markov_head, logits, anchor, sampling, u)
-    before = torch.cat((anchor.unsqueeze(1), tokens[:, :-1]), dim=1)
-    confidence = drafter.confidence_head(hidden, drafter.markov_head.embed(before))
-    return Proposal(tokens, probs, torch.sigmoid(confidence.float()), _entropy(logits))
+    confidence = None
+    if drafter.confidence_head is not None:
+        before = torch.cat((anchor.unsqueeze(1), tokens[:, :-1]), dim=1)
+        scores = drafter.confidence_head(hidden, drafter.markov_head.embed(before))
+        confidence = torch.sigmoid(scores.float())
+    return Proposal(tokens, probs, confidence, _entropy(logits))
 
 
 def _walk_greedy(head: MarkovHead, logits: Tensor, anchor: Tensor) -> Tensor:

@@ -35,13 +35,13 @@ class Proposal:
     probs       [B, G, V] float32, the very distributions the tokens were drawn from;
                 None: each token is a point mass (temperature 0, or a deterministic draft)
     confidence  [B, G] float32, predicted chance that the token is accepted given that all before
-                it are; known before the token itself
+                it are; known before the token itself. None: the drafter has no confidence head
     entropy     [B, G] float32, nats, of the drafter at temperature 1 before any filter
     """
 
     tokens: Tensor
     probs: Tensor | None
-    confidence: Tensor
+    confidence: Tensor | None
     entropy: Tensor
 
 
@@ -67,11 +67,12 @@ class RoundRecord:
     verified    of those, tokens the target judged, cut at an accepted end token
     accepted    length of the accepted prefix, cut at an accepted end token
     emitted     tokens the user received: accepted + 1, or accepted if an accepted token ended
-    level       the verdict's level
+    level       the verdict's level; ALL_ACCEPTED when an accepted token ended the text (no bonus)
     draft_s     block pass, heads, draws, and feeding taps to the draft context
     verify_s    target pass over [anchor, tokens], logits, verdict
     other_s     the rest: commit, end-token search, streaming callback
-    confidence, entropy: per drafted token
+    confidence  per drafted token; empty if the drafter has no confidence head
+    entropy     per drafted token
     """
 
     drafted: int

@@ -1,0 +1,110 @@
+"""The K3 decoder as a target, and opening a target by name or path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dspark.assets import asset
+from dspark.errors import UserError
+from dspark.k3.cache import K3Cache
+from dspark.k3.checkpoint import load_k3
+from dspark.k3.model import K3ForCausalLM
+from dspark.runtime.target import Cache, TargetOutput
+from dspark.taps import TapSet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SHIPPED = {"nano": "k3-nano"}
+"""Names of shipped targets and their folders among the assets."""
+
+
+class K3Target:
+    """A `K3ForCausalLM` behind the `Target` protocol, its projections packed for inference.
+
+    Only the head's logits leave the model's dtype: they are float32 whatever it is.
+    """
+
+    def __init__(self, model: K3ForCausalLM, name: str, end_token_ids: tuple[int, ...]) -> None:
+        self.model = model.eval().requires_grad_(False)
+        model.pack_()
+        config = model.config
+        self.name = name
+        self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
+        self.num_layers = config.num_hidden_layers
+        self.tap_kinds = model.tap_kinds
+        self.end_token_ids = end_token_ids
+        self.device = model.lm_head.weight.device
+        self.dtype = model.lm_head.weight.dtype
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[...] int64 -> [..., D]."""
+        return self.model.model.embed_tokens(tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., V] float32."""
+        return self.model.lm_head(hidden).float()
+
+    def new_cache(self, batch: int, max_length: int) -> K3Cache:
+        return self.model.new_cache(batch, max_length)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: Cache,
+        *,
+        valid: Tensor | None = None,
+        taps: TapSet | None = None,
+        commit: bool,
+    ) -> TargetOutput:
+        """See `Target.forward`; `cache` must come from this target's `new_cache`."""
+        if not isinstance(cache, K3Cache):
+            raise TypeError(f"expected a K3Cache of this target, got {type(cache).__name__}")
+        hidden, tapped = self.model(tokens, cache, valid=valid, taps=taps, commit=commit)
+        return TargetOutput(hidden, tapped)
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    """A target with the tokenizer that belongs to it and the folder both came from."""
+
+    target: K3Target
+    tokenizer: PreTrainedTokenizerBase
+    path: Path
+
+
+def load_target(
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> LoadedTarget:
+    """Open a shipped target (`nano`) or a folder with a K3 or Kimi-Linear checkpoint.
+
+    The end token is the tokenizer's: for K3 chats that is <|end_of_msg|>, not [EOS].
+
+    Raises:
+        UserError: no such target, or a folder that is not a complete checkpoint with a tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    name = str(name_or_path)
+    folder = asset(SHIPPED[name]) if name in SHIPPED else Path(name_or_path)
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{name}: no such target; expected {', '.join(SHIPPED)} or a folder with a config.json"
+        )
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(f"{folder}: tokenizer.json is missing; put the target's tokenizer there")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = load_k3(folder, dtype=dtype, device=device)
+    ends = {tokenizer.eos_token_id, model.config.eos_token_id} - {None}
+    if not ends:
+        raise UserError(f"{folder}: neither the tokenizer nor config.json names an end token")
+    return LoadedTarget(K3Target(model, name, tuple(sorted(ends))), tokenizer, folder)
