@@ -1,0 +1,1 @@
+"""How the shipped nano target is made: its problems, its tokenizer and its training recipe."""
