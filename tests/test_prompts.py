@@ -136,7 +136,9 @@ def test_mixed_types_and_late_fields_do_not_matter(tmp_path: Path) -> None:
     assert prompts.rows[40].messages[0]["content"] == "one two three"
 
 
-@pytest.mark.parametrize("text", ["2024-05-01", "2024-05-01T10:00:00Z", "42", "1e3", "null", "0x1F"])
+@pytest.mark.parametrize(
+    "text", ["2024-05-01", "2024-05-01T10:00:00Z", "42", "1e3", "null", "0x1F"]
+)
 def test_strings_stay_strings(tmp_path: Path, text: str) -> None:
     rows = [{"messages": [USER, {"role": "assistant", "content": text}]}] * 3
     for row in read(tmp_path, *rows).rows:
@@ -147,7 +149,11 @@ def test_bom_crlf_and_blank_lines(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n  \r\n{"prompt": "b"}\r\n{"prompt": "c"}')
     rows = read_prompts([path]).rows
-    assert [(row.messages[0]["content"], row.line) for row in rows] == [("a", 1), ("b", 4), ("c", 5)]
+    assert [(row.messages[0]["content"], row.line) for row in rows] == [
+        ("a", 1),
+        ("b", 4),
+        ("c", 5),
+    ]
 
 
 UNICODE = "emoji 👩‍🚀 nul \x00 rtl \u202eabc\u202c line\u2028sep nbsp\u00a0 é e\u0301"

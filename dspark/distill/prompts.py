@@ -125,7 +125,9 @@ def read_prompts(files: Sequence[Path], *, strict: bool = False) -> PromptSet:
                 messages, dropped_turns = _parse(value)
             except SkipRow as problem:
                 if strict:
-                    raise UserError(f"{path}:{line}: {problem}; strict reading skips nothing")
+                    raise UserError(
+                        f"{path}:{line}: {problem}; strict reading skips nothing"
+                    ) from None
                 skipped.append(SkippedLine(str(path), line, problem.reason))
                 continue
             messages, metadata, replaced = _repair(messages, value)

@@ -19,13 +19,19 @@ formed (by length, to waste little padding) do not show in the result.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from dspark.distill.chat import ROW_ERRORS, ChatFormat, RowError, TrainingRow
+from dspark.distill.chat import ChatFormat, RowError, TrainingRow
 from dspark.distill.fingerprint import tokenizer_fingerprint
 from dspark.distill.prompts import PromptRow
-from dspark.distill.rows import RowSet, check_supervised_share, check_turn_ends, prompts_digest
+from dspark.distill.rows import (
+    DROP_REASONS,
+    RowSet,
+    check_supervised_share,
+    check_target_format,
+    prompts_digest,
+)
 from dspark.errors import UserError
 from dspark.runtime.plain import generate_batch
 from dspark.runtime.sampling import SamplingParams
@@ -39,11 +45,6 @@ Progress = Callable[[int, int, int], None]
 """Called after every batch with (prompts answered, prompts to answer, tokens emitted so far)."""
 
 RESPONSES = ("regenerate", "given")
-DROP_REASONS: dict[str, str] = {
-    **ROW_ERRORS,
-    "prompt-too-long": "the prompt leaves no room for an answer within max_length",
-    "too-few-supervised": "fewer supervised tokens than min_supervised, after truncation",
-}
 
 
 @dataclass(frozen=True)
@@ -100,32 +101,15 @@ def build_rows(
     written in another chat format than the target's, and when no row is left.
     """
     chat = ChatFormat(tokenizer, thinking=settings.thinking)
-    dropped: dict[int, str] = {}
-    keep_given = settings.responses == "given"
-    given: dict[int, TrainingRow] = {}
-    asked: dict[int, list[int]] = {}
-    for index, prompt in enumerate(prompts):
-        try:
-            if keep_given and prompt.has_response:
-                given[index] = _at(prompt, *_given(chat, prompt), "given")
-            else:
-                asked[index] = chat.prompt_ids(prompt.prompt)
-        except RowError as problem:
-            dropped[index] = problem.reason
+    given, asked, dropped = _read(chat, prompts, settings)
     check_supervised_share(list(given.values()), chat)
-    check_turn_ends(list(given.values()), chat, target.end_token_ids)
+    check_target_format(list(given.values()), chat, target)
 
-    room = settings.max_length - settings.min_supervised
-    for index in [index for index, ids in asked.items() if len(ids) > room]:
-        dropped[index] = "prompt-too-long"
-        del asked[index]
     rows = dict(given)
-    ended = 0
     for index, answer in _answers(target, asked, settings, on_progress):
-        ended += answer[-1] in target.end_token_ids
         ids = (*asked[index], *answer)
         mask = (False,) * len(asked[index]) + (True,) * len(answer)
-        rows[index] = _at(prompts[index], ids, mask, "target")
+        rows[index] = _at(prompts[index], TrainingRow(ids, mask, "target"))
 
     kept = []
     for index in sorted(rows):
@@ -134,6 +118,8 @@ def build_rows(
             dropped[index] = "too-few-supervised"
         else:
             kept.append(row)
+    answered = (row for row in kept if row.provenance == "target")
+    ended = sum(row.ids[-1] in target.end_token_ids for row in answered)
     row_set = RowSet(tuple(kept), _by_reason(prompts, dropped), ended)
     if not kept:
         raise UserError(_nothing_left(row_set, settings))
@@ -161,15 +147,31 @@ def cache_key(
     }
 
 
-def _given(chat: ChatFormat, prompt: PromptRow) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    row = chat.training_row(prompt.messages)
-    return row.ids, row.loss_mask
+def _read(
+    chat: ChatFormat, prompts: Sequence[PromptRow], settings: ResponseSettings
+) -> tuple[dict[int, TrainingRow], dict[int, list[int]], dict[int, str]]:
+    """Rows with a given answer, prompt ids of those to answer, reasons of those dropped."""
+    given: dict[int, TrainingRow] = {}
+    asked: dict[int, list[int]] = {}
+    dropped: dict[int, str] = {}
+    for index, prompt in enumerate(prompts):
+        try:
+            if prompt.has_response and settings.responses == "given":
+                given[index] = _at(prompt, chat.training_row(prompt.messages))
+                continue
+            ids = chat.prompt_ids(prompt.prompt)
+        except RowError as problem:
+            dropped[index] = problem.reason
+            continue
+        if len(ids) + settings.min_supervised > settings.max_length:
+            dropped[index] = "prompt-too-long"
+        else:
+            asked[index] = ids
+    return given, asked, dropped
 
 
-def _at(
-    prompt: PromptRow, ids: tuple[int, ...], mask: tuple[bool, ...], provenance: str
-) -> TrainingRow:
-    return TrainingRow(ids, mask, provenance, prompt.file, prompt.line)
+def _at(prompt: PromptRow, row: TrainingRow) -> TrainingRow:
+    return replace(row, file=prompt.file, line=prompt.line)
 
 
 def _answers(

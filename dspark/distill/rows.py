@@ -11,17 +11,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dspark.distill.chat import ChatFormat, TrainingRow
+from dspark.distill.chat import ROW_ERRORS, ChatFormat, TrainingRow
 from dspark.distill.prompts import PromptRow
 from dspark.errors import UserError
 from dspark.files import atomic_write_text
 
+if TYPE_CHECKING:
+    from dspark.runtime.target import Target
+
+DROP_REASONS: dict[str, str] = {
+    **ROW_ERRORS,
+    "prompt-too-long": "the prompt leaves no room for an answer within max_length",
+    "too-few-supervised": "fewer supervised tokens than min_supervised, after truncation",
+}
 _FORMAT = "dspark-rows-1"
 _PLACES_SHOWN = 5
 
@@ -30,8 +38,8 @@ _PLACES_SHOWN = 5
 class RowSet:
     """Training rows in the order of their prompts, and every row that was dropped, by reason.
 
-    dropped  reason -> "file:line" of each
-    ended    of the rows that the target answered, how many answers ended with an end token
+    dropped  key of ``DROP_REASONS`` -> "file:line" of each
+    ended    how many of the rows answered by the target end with an end token
     """
 
     rows: tuple[TrainingRow, ...]
@@ -45,13 +53,13 @@ class RowSet:
         answered = sum(row.provenance == "target" for row in self.rows)
         out = [
             f"{len(self.rows)} rows, {tokens} supervised tokens; {lost} rows dropped",
-            f"  {answered} answered by the target ({self.ended} complete), "
+            f"  {answered} answered by the target ({self.ended} to their end), "
             f"{len(self.rows) - answered} as given",
         ]
         for reason, places in self.dropped.items():
             more = len(places) - _PLACES_SHOWN
             shown = ", ".join(places[:_PLACES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-            out.append(f"  {len(places)} dropped, {reason} ({shown})")
+            out.append(f"  {len(places)} dropped, {reason}: {DROP_REASONS[reason]} ({shown})")
         return "\n".join(out)
 
 
@@ -72,23 +80,29 @@ def check_supervised_share(rows: Sequence[TrainingRow], chat: ChatFormat) -> Non
         )
 
 
-def check_turn_ends(
-    rows: Sequence[TrainingRow], chat: ChatFormat, end_token_ids: Collection[int]
-) -> None:
-    """Raise ``UserError`` for a file in which no answer ends with an end token of the target.
+def check_target_format(rows: Sequence[TrainingRow], chat: ChatFormat, target: Target) -> None:
+    """Raise ``UserError`` for a file whose rows the target cannot have written.
 
-    That is how another model's chat template shows: its markers are ordinary text here, and the
-    target would never stop in it. ``rows`` are given rows before truncation.
+    Either an id lies outside its vocabulary, or no answer of the file ends with one of its end
+    tokens. The second is how another model's chat template shows: its markers are ordinary text
+    here, and the target would never stop. ``rows`` are given rows before truncation.
     """
     for file, group in _by_file(rows):
+        place = f"{file}:{group[0].line}"
+        highest = max(max(row.ids, default=0) for row in group)
+        if highest >= target.vocab_size:
+            raise UserError(
+                f"{place}: token id {highest} is outside the {target.vocab_size} ids of target "
+                f"{target.name}; use the target's own tokenizer"
+            )
         ends = [_last_supervised(row) for row in group]
-        if not ends or any(end in end_token_ids for end in ends):
+        if any(end in target.end_token_ids for end in ends):
             continue
         seen = chat.decode([token for token in ends[:1] if token is not None])
-        wanted = " or ".join(repr(chat.decode([token])) for token in end_token_ids)
+        wanted = " or ".join(repr(chat.decode([token])) for token in target.end_token_ids)
         raise UserError(
-            f"{file}:{group[0].line}: answers end with {seen!r}, but the target stops at {wanted}; "
-            f"is this the target's chat template? One row: {chat.describe_row(group[0])}"
+            f"{place}: answers end with {seen!r}, but target {target.name} stops at {wanted}; "
+            f"is this its chat template? One row: {chat.describe_row(group[0])}"
         )
 
 

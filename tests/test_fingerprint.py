@@ -1,0 +1,91 @@
+"""Two tokenizers are the same only if every id means the same."""
+
+from __future__ import annotations
+
+import json
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from dspark.distill.fingerprint import compare_tokenizers, tokenizer_fingerprint
+from tests import chat_tokenizers as small
+
+
+def edited(tokenizer: PreTrainedTokenizerFast, change: object) -> PreTrainedTokenizerFast:
+    """A copy whose serialised state `change` has altered in place."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    change(state)  # type: ignore[operator]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)), eos_token=tokenizer.eos_token
+    )
+
+
+def plain() -> PreTrainedTokenizerFast:
+    return small.tokenizer(None, ["<|end|>", "<|other|>"], eos_token="<|end|>")
+
+
+def refused(a: PreTrainedTokenizerFast, b: PreTrainedTokenizerFast) -> str:
+    """The difference found, both ways round; the fingerprints must differ as well."""
+    found = compare_tokenizers(a, b)
+    assert found is not None
+    assert compare_tokenizers(b, a) is not None
+    assert tokenizer_fingerprint(a) != tokenizer_fingerprint(b)
+    return found
+
+
+def test_equal_tokenizers_are_equal() -> None:
+    a, b = plain(), edited(plain(), lambda state: None)
+    assert compare_tokenizers(a, b) is None
+    assert tokenizer_fingerprint(a) == tokenizer_fingerprint(b)
+    a.chat_template = "x"  # the template has a fingerprint of its own
+    assert tokenizer_fingerprint(a) == tokenizer_fingerprint(b)
+
+
+def test_two_ids_swapped_names_the_first() -> None:
+    def swap(state: dict) -> None:
+        vocab = state["model"]["vocab"]
+        a, b = [token for token, i in vocab.items() if i in (300, 310)]
+        vocab[a], vocab[b] = vocab[b], vocab[a]
+
+    assert refused(plain(), edited(plain(), swap)).startswith("token id 300 is ")
+
+
+def test_swapped_special_tokens_and_another_end_token() -> None:
+    other = small.tokenizer(None, ["<|other|>", "<|end|>"], eos_token="<|end|>")
+    first = plain().convert_tokens_to_ids("<|end|>")
+    assert refused(plain(), other).startswith(f"token id {first} is ")
+    other = small.tokenizer(None, ["<|end|>", "<|other|>"], eos_token="<|other|>")
+    assert refused(plain(), other).startswith("eos_token_id is ")
+
+
+def test_rows_that_only_pad_the_table_are_accepted() -> None:
+    padded = small.tokenizer(
+        None, ["<|end|>", "<|other|>", "<|x0|>", "<|x1|>"], eos_token="<|end|>"
+    )
+    assert compare_tokenizers(plain(), padded) is None
+    assert compare_tokenizers(padded, plain()) is None
+    padded.pad_token = "<|x1|>"
+    assert compare_tokenizers(plain(), padded) is None
+
+
+def test_an_extra_word_at_the_end_is_not_padding() -> None:
+    longer = plain()
+    longer.add_tokens(["apples"])
+    assert (
+        refused(plain(), longer)
+        == f"token id {len(plain())} is None in one and 'apples' in the other"
+    )
+
+
+def test_rules_count_although_the_vocabulary_is_equal() -> None:
+    def merges(state: dict) -> None:
+        rules = state["model"]["merges"]
+        rules[4], rules[5] = rules[5], rules[4]
+
+    def digits(state: dict) -> None:
+        split = {"type": "Digits", "individual_digits": True}
+        before = state["pre_tokenizer"]
+        state["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, before]}
+
+    assert refused(plain(), edited(plain(), merges)) == "merges differ from number 4 on"
+    assert refused(plain(), edited(plain(), digits)) == "their pre_tokenizer differs"
