@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +63,7 @@ class Schedule:
 
 
 def deal(
-    row_ids: Sequence[int], lengths: Sequence[int], micro_rows: int, rank: int, world: int
+    row_ids: Sequence[int], lengths: Mapping[int, int], micro_rows: int, rank: int, world: int
 ) -> list[list[int]]:
     """This process's micro-batches of a step; every process gets equally many, some may be empty.
 

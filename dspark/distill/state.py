@@ -3,7 +3,7 @@
     OUT/checkpoints/step-000200/
         model/                  the drafter (config.json, model.safetensors)
         optimizer.safetensors   AdamW moments, float32
-        trainer.json            step, settings, world size, history
+        trainer.json            step, settings, digest of the rows, world size, history
         manifest.json           size and SHA-256 of every file above
 
 The folder appears under its name in one rename, after everything in it was flushed. The manifest
@@ -67,6 +67,7 @@ def save_checkpoint(
     progress: Progress,
     *,
     settings: dict[str, Any],
+    rows_digest: str,
     world_size: int,
     keep: int,
 ) -> Path:
@@ -81,6 +82,7 @@ def save_checkpoint(
         trainer = {
             "step": progress.step,
             "settings": settings,
+            "rows_digest": rows_digest,
             "world_size": world_size,
             "history": progress.history,
         }
@@ -104,7 +106,6 @@ def restore_checkpoint(
 
 def newest_checkpoint(root: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     """The newest checkpoint that matches its manifest; broken ones are named to `warn`."""
-    _clear_leftovers(root)
     for folder in sorted(root.glob("step-*"), reverse=True):
         fault = manifest_fault(folder)
         if fault is None:
@@ -192,7 +193,7 @@ def _prune(root: Path, current: Path, keep: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _clear_leftovers(root: Path) -> None:
+def clear_leftovers(root: Path) -> None:
     """Tidy up after a run that was killed while it wrote or replaced a checkpoint."""
     for aside in root.glob(".step-*.old"):
         recover_folder(root / aside.name.removeprefix(".").removesuffix(".old"))

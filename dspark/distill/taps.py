@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from dspark.distill.batches import Batch
+from dspark.errors import UserError
 from dspark.runtime.target import Target
 from dspark.taps import TapSet
 
 
-class BadFeatures(Exception):
+class BadFeatures(UserError):
     """A target state is not finite; the message names the tensor, the row and the position."""
 
 

@@ -1,0 +1,1 @@
+"""Distillation: prompts, the target's answers, anchored blocks, loss, trainer, checkpoints."""

@@ -1,0 +1,257 @@
+"""`dspark distill`: from a configuration to a drafter folder.
+
+    target + prompts -> rows (answers.py) -> steps (trainer.py) -> evaluation (evaluate.py)
+                                                               -> checkpoints (state.py)
+    OUT/run.yaml  rows/  checkpoints/          while it runs
+    OUT/config.json  model.safetensors  training.json  README.md     when it is done
+
+A second start in the same folder needs `resume`, and then the same settings; a run that was killed
+at any moment continues to the same weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+
+from dspark.assets import asset
+from dspark.distill.answers import (
+    RunRows,
+    answer_prompts,
+    choose_prompts,
+    folder_digest,
+    hold_out,
+    response_settings,
+)
+from dspark.distill.card import Provenance, model_card
+from dspark.distill.chat import ChatFormat
+from dspark.distill.config import DistillConfig, load_config
+from dspark.distill.evaluate import decode_held_out, decoding_prompts, disagreement
+from dspark.distill.fingerprint import tokenizer_fingerprint
+from dspark.distill.loop import FREE_SECTIONS, Evaluate, train
+from dspark.distill.processes import Processes
+from dspark.distill.prompts import read_prompts
+from dspark.distill.state import check_same_settings, explain_full_disk
+from dspark.distill.trainer import Trainer
+from dspark.draft.checkpoint import save_drafter
+from dspark.draft.config import DraftConfig, TargetRecord, default_tap_ids
+from dspark.draft.model import DSparkDrafter
+from dspark.errors import UserError
+from dspark.files import atomic_write_json, atomic_write_text
+from dspark.runtime.k3_target import load_target
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from dspark.runtime.target import Target
+
+RUN_FILE = "run.yaml"
+SHIPPED_PROMPTS = "prompts/train.jsonl"
+
+
+def run_distill(
+    config: DistillConfig, resume: bool = False, console: Console | None = None
+) -> Path:
+    """Train a drafter; returns its folder.
+
+    Raises UserError for wrong input, a folder that holds another run, a full disk or a training
+    that turned non-finite; KeyboardInterrupt after saving a resumable state.
+    """
+    console = console or Console(stderr=True)
+    processes = Processes.start(config.target.device)
+    if not processes.is_main:
+        console = Console(quiet=True)
+    out = Path(config.out.dir)
+    _claim(out, config, resume, processes)
+
+    dtype = getattr(torch, config.target.dtype)
+    loaded = load_target(config.target.name, dtype=dtype, device=processes.device)
+    target_digest = folder_digest(loaded.path)
+    files = prompt_files(config)
+    prompts = read_prompts(files, strict=config.data.strict)
+    console.print(prompts.report.summary(), highlight=False, markup=False)
+    answered = answer_prompts(
+        out / "rows",
+        loaded.target,
+        loaded.tokenizer,
+        choose_prompts(prompts.rows, config.data.max_prompts),
+        response_settings(config.data, config.train.seed),
+        target_digest=target_digest,
+        processes=processes,
+        console=console,
+    )
+    console.print(answered.summary(), highlight=False, markup=False)
+    rows = hold_out(answered, config.data.held_out, config.train.seed)
+
+    drafter = new_drafter(config, loaded.target, loaded.tokenizer).to(processes.device)
+    processes.same_weights(drafter)
+    trainer = Trainer(loaded.target, drafter, rows.training, config.train, processes)
+    progress = train(
+        trainer,
+        config,
+        rows_digest=rows.digest,
+        evaluate=evaluation(config, loaded.target, drafter, rows, trainer),
+        console=console,
+    )
+    if processes.is_main:
+        provenance = Provenance(
+            target=config.target.name,
+            target_digest=target_digest,
+            tokenizer_hash=tokenizer_fingerprint(loaded.tokenizer),
+            template_hash=ChatFormat(loaded.tokenizer, thinking=config.data.thinking).fingerprint,
+            prompt_files=[(path.name, _file_digest(path)) for path in files],
+            rows_digest=rows.digest,
+            training_rows=len(rows.training),
+            supervised_tokens=sum(row.supervised for row in rows.training),
+            held_out_rows=len(rows.held_out),
+            parameters=sum(p.numel() for p in drafter.parameters()),
+            steps=progress.step,
+            epochs=config.train.epochs,
+            seed=config.train.seed,
+            processes=processes.world,
+        )
+        write_drafter_folder(out, drafter, progress.history, provenance)
+        console.print(f"drafter written to {out}", highlight=False, markup=False)
+    processes.wait()
+    return out
+
+
+def prompt_files(config: DistillConfig) -> list[Path]:
+    """The prompt files of a configuration; none given means those that ship."""
+    return [Path(name) for name in config.data.prompts] or [asset(SHIPPED_PROMPTS)]
+
+
+def new_drafter(
+    config: DistillConfig, target: Target, tokenizer: PreTrainedTokenizerBase
+) -> DSparkDrafter:
+    """A drafter for `target` with fresh weights that depend on the seed alone.
+
+    Raises UserError naming the key of a shape that cannot be built.
+    """
+    shape = config.drafter
+    try:
+        draft_config = DraftConfig(
+            hidden_size=target.hidden_size,
+            num_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            intermediate_size=shape.intermediate_size or _round_up(2.5 * target.hidden_size, 32),
+            vocab_size=target.vocab_size,
+            num_target_layers=target.num_layers,
+            target_layer_ids=shape.tap_ids or default_tap_ids(target.num_layers),
+            target_tap_kind=shape.tap_kind or target.tap_kinds[0],
+            mask_token_id=_mask_token(config, target, tokenizer),
+            block_size=shape.block_size,
+            markov_rank=shape.markov_rank,
+            enable_confidence_head=config.train.confidence > 0,
+            target=TargetRecord(
+                config.target.name,
+                tokenizer_fingerprint(tokenizer),
+                ChatFormat(tokenizer, thinking=config.data.thinking).fingerprint,
+            ),
+        )
+    except ValueError as error:
+        raise UserError(f"drafter: {error}") from None
+    if draft_config.target_tap_kind not in target.tap_kinds:
+        raise UserError(
+            f"drafter.tap_kind is {draft_config.target_tap_kind!r}: target {target.name} has "
+            f"{', '.join(target.tap_kinds)}"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.train.seed)
+        return DSparkDrafter(draft_config)
+
+
+def evaluation(
+    config: DistillConfig,
+    target: Target,
+    drafter: DSparkDrafter,
+    rows: RunRows,
+    trainer: Trainer,
+) -> Evaluate:
+    """What every evaluation of the run does: teacher-forced numbers beside real rounds."""
+    prompts = decoding_prompts(rows.held_out, config.eval.prompts)
+
+    def evaluate() -> dict[str, Any]:
+        if not rows.held_out:
+            return {}
+        held_out = trainer.measure(rows.held_out)
+        decoded = decode_held_out(
+            target,
+            drafter,
+            prompts,
+            config.eval,
+            seed=config.train.seed,
+            processes=trainer.processes,
+        )
+        record: dict[str, Any] = {
+            "held_out": held_out,
+            "decoded": [result.record() for result in decoded],
+        }
+        warning = disagreement(decoded, held_out["accepted_length"])
+        return record | ({"warning": warning} if warning else {})
+
+    return evaluate
+
+
+def write_drafter_folder(
+    out: Path, drafter: DSparkDrafter, history: Sequence[dict[str, Any]], provenance: Provenance
+) -> None:
+    """Put the finished drafter into the run folder, `config.json` last: with it, all is there."""
+    with explain_full_disk(out):
+        fresh = out / ".finished"
+        save_drafter(fresh, drafter)
+        atomic_write_json(out / "training.json", list(history))
+        atomic_write_text(out / "README.md", model_card(provenance, history))
+        for name in ("model.safetensors", "config.json"):
+            os.replace(fresh / name, out / name)
+        shutil.rmtree(fresh)
+
+
+def _claim(out: Path, config: DistillConfig, resume: bool, processes: Processes) -> None:
+    """Make the run folder ours, or check that it already is."""
+    path = out / RUN_FILE
+    if resume:
+        if not path.is_file():
+            raise UserError(f"{path}: no run to resume here; start one without --resume")
+        stored = load_config(path)
+        check_same_settings(path, stored.to_dict(), config.to_dict(), FREE_SECTIONS)
+    elif path.exists():
+        raise UserError(
+            f"{path}: a run lives here; continue it with --resume, or choose another --out"
+        )
+    processes.wait()
+    if processes.is_main and not resume:
+        with explain_full_disk(out):
+            out.mkdir(parents=True, exist_ok=True)
+            atomic_write_text(path, config.to_yaml())
+
+
+def _mask_token(config: DistillConfig, target: Target, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that fills a block: the tokenizer's mask token, or one that no text ever holds."""
+    if config.drafter.mask_token_id is not None:
+        return config.drafter.mask_token_id
+    if tokenizer.mask_token_id is not None:
+        return int(tokenizer.mask_token_id)
+    if len(tokenizer) < target.vocab_size:
+        return len(tokenizer)
+    raise UserError(
+        f"target {target.name} has no mask token and no unused id; name one in "
+        "drafter.mask_token_id"
+    )
+
+
+def _round_up(value: float, multiple: int) -> int:
+    return -(-int(value) // multiple) * multiple
+
+
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

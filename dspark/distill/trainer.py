@@ -1,0 +1,188 @@
+"""One optimiser step, the same whatever the number of processes and the micro-batch size.
+
+A step is one global batch of rows. Every process runs its micro-batches (some may hold nothing),
+adds up gradients of *sums*, and then two all-reduces settle the step: the sums with a fault flag,
+and the flat gradient. Only after that is anything divided, by the weight of the whole step. So a
+row counts by its supervised slots and never by the company it is in, and a process with nothing to
+learn adds exactly zero and waits for nobody.
+
+A fault on one process (a target state or a loss that is not finite) stops all of them before the
+weights change, with the step, the rows and the first bad tensor in one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark.distill.batches import Batch, Schedule, deal, make_batch
+from dspark.distill.chat import TrainingRow
+from dspark.distill.loss import LossSums
+from dspark.distill.objective import (
+    batch_sums,
+    from_vector,
+    loss_weights,
+    report,
+    to_vector,
+    zero_sums,
+)
+from dspark.distill.optim import Optimiser, learning_rate
+from dspark.distill.processes import Processes
+from dspark.distill.settings import TrainSettings
+from dspark.distill.taps import BadFeatures
+from dspark.draft.model import DSparkDrafter
+from dspark.errors import UserError
+from dspark.runtime.target import Target
+
+HELD_OUT_EPOCH = -1
+"""Anchors of held-out rows are drawn once, for an epoch that training never reaches."""
+
+
+class NonFinite(UserError):
+    """Training met NaN or infinity. Weights and earlier checkpoints are as before the step."""
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What one optimiser step did, over all processes.
+
+    sums       loss sums of the whole global batch, float64
+    lr         learning rate applied
+    grad_norm  before clipping; 0 when nothing was supervised and the weights stayed
+    tokens     real tokens the target ran over
+    stop       some process was asked to stop
+    """
+
+    step: int
+    epoch: int
+    sums: LossSums
+    lr: float
+    grad_norm: float
+    tokens: int
+    stop: bool
+
+
+class Trainer:
+    """A drafter, its optimiser and its rows. All state besides the weights is in `optimiser`.
+
+    Set `stop_requested` (from a signal handler, say) to have the next step report it everywhere.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: DSparkDrafter,
+        rows: Sequence[TrainingRow],
+        settings: TrainSettings,
+        processes: Processes,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.rows = rows
+        self.settings = settings
+        self.processes = processes
+        self.optimiser = Optimiser(drafter, settings)
+        self.schedule = Schedule(
+            len(rows), settings.rows_per_step, settings.epochs, settings.max_steps, settings.seed
+        )
+        self.stop_requested = False
+
+    def run_step(self, step: int) -> StepResult:
+        """Do optimiser step `step` (from 0). Raises NonFinite, with the weights unchanged."""
+        self.drafter.train()
+        gradients = self.optimiser.gradients
+        gradients.zero()
+        epoch, row_ids = self.schedule.step_rows(step)
+        sums = zero_sums(self.drafter.config.block_size, self.processes.device)
+        tokens, fault = 0, None
+        for batch in self._batches(self.rows, row_ids, epoch):
+            tokens += batch.tokens
+            part, fault = self._accumulate(batch)
+            if fault is not None:
+                break
+            sums = sums + part
+        sums, (tokens, faults, stops) = self._reduce(sums, tokens, fault is not None)
+        if faults:
+            self._stop(step, self.processes.texts(fault))
+        self.processes.sum(gradients.buffer)
+
+        weight = float(sums.weight.sum())
+        lr = learning_rate(step, self.schedule.total_steps, self.settings)
+        norm = 0.0
+        if weight > 0:
+            gradients.buffer.div_(weight)
+            bad = gradients.first_bad()
+            if bad is not None:
+                self._stop(step, [f"gradient of {bad} not finite; rows {sorted(row_ids)}"])
+            norm = gradients.clip(self.settings.clip)
+            self.optimiser.step(lr)
+        return StepResult(step, epoch, sums, lr, norm, tokens, stops > 0)
+
+    @torch.no_grad()
+    def measure(self, rows: Sequence[TrainingRow]) -> dict[str, Any]:
+        """Loss and acceptance under teacher forcing on other rows, over all processes."""
+        sums = zero_sums(self.drafter.config.block_size, self.processes.device)
+        for batch in self._batches(rows, range(len(rows)), HELD_OUT_EPOCH):
+            part = batch_sums(self.target, self.drafter, batch, self.settings)
+            sums = sums + part
+        sums, _ = self._reduce(sums, 0, False)
+        return report(sums, loss_weights(self.settings))
+
+    def _batches(
+        self, rows: Sequence[TrainingRow], row_ids: Sequence[int], epoch: int
+    ) -> list[Batch]:
+        lengths = {i: len(rows[i].ids) for i in row_ids}
+        settings, processes = self.settings, self.processes
+        dealt = deal(row_ids, lengths, settings.micro_rows, processes.rank, processes.world)
+        return [
+            make_batch(rows, ids, anchors=settings.anchors, seed=settings.seed, epoch=epoch).to(
+                processes.device
+            )
+            for ids in dealt
+        ]
+
+    def _accumulate(self, batch: Batch) -> tuple[LossSums, str | None]:
+        """Add the gradient of a micro-batch's summed loss; returns its sums, or a fault."""
+        try:
+            sums = batch_sums(self.target, self.drafter, batch, self.settings)
+        except BadFeatures as error:
+            return zero_sums(self.drafter.config.block_size, self.processes.device), str(error)
+        fault = self._fault(sums, batch)
+        if fault is None:
+            loss = sums.loss(loss_weights(self.settings), 1.0)
+            if loss.requires_grad:
+                loss.backward()
+        return sums.detached(), fault
+
+    def _fault(self, sums: LossSums, batch: Batch) -> str | None:
+        for name in ("ce", "l1", "bce"):
+            if bool(torch.isfinite(getattr(sums, name)).all()):
+                continue
+            broken = [n for n, p in self.drafter.named_parameters() if not _finite(p)]
+            culprit = f"parameter {broken[0]}" if broken else f"loss term {name}"
+            return f"{culprit} not finite; rows {sorted(batch.row_ids)}"
+        return None
+
+    def _reduce(
+        self, sums: LossSums, tokens: int, faulty: bool
+    ) -> tuple[LossSums, tuple[int, int, int]]:
+        """Sums over processes, with (tokens, faults, stop requests)."""
+        flags = torch.tensor([tokens, faulty, self.stop_requested], dtype=torch.float64)
+        vector = torch.cat([to_vector(sums), flags.to(self.processes.device)])
+        vector = self.processes.sum(vector)
+        tokens, faults, stops = (int(value) for value in vector[-3:].tolist())
+        return from_vector(vector[:-3], self.drafter.config.block_size), (tokens, faults, stops)
+
+    def _stop(self, step: int, faults: Sequence[str]) -> None:
+        raise NonFinite(
+            f"step {step + 1}: {'; '.join(faults)}; nothing was changed in this step. Earlier "
+            "checkpoints are intact: lower train.lr, or remove the rows, and start a new run"
+        )
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
