@@ -1,0 +1,318 @@
+"""The command line parses what it says, passes on what it parses, and fails in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dspark
+import dspark.distill.run
+import dspark_eval.acceptance
+import dspark_eval.bench
+from dspark import cli, console
+from dspark_eval.settings import BenchOptions, EvalOptions
+
+REPO = Path(__file__).resolve().parent.parent
+COMMANDS = ["distill", "eval", "bench", "doctor"]
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command line; gives exit code, stdout and stderr."""
+
+    def call(*args: str | Path) -> tuple[int, str, str]:
+        code = console.run(cli.app, [str(arg) for arg in args])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """What the commands would have called, instead of calling it."""
+    seen: dict[str, Any] = {}
+
+    def take(name: str, answer: Any) -> Callable[..., Any]:
+        def function(options: Any, **rest: Any) -> Any:
+            seen.update({name: options, **rest})
+            return answer
+
+        return function
+
+    (tmp_path / "training.json").write_text('[{"step": 1}, {"step": 2}]')
+    monkeypatch.setattr(dspark.distill.run, "run_distill", take("distill", tmp_path))
+    monkeypatch.setattr(dspark_eval.acceptance, "run_eval", take("eval", {"suites": []}))
+    monkeypatch.setattr(dspark_eval.bench, "run_bench", take("bench", {"speedup": 2.0}))
+    return seen
+
+
+def _raise(error: BaseException) -> Callable[..., Any]:
+    def function(*args: Any, **rest: Any) -> Any:
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(run: Run, command: str) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert re.search(rf"Example:\s+dspark {command}", out)
+
+
+def test_root_lists_every_command(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    assert all(command in out for command in COMMANDS)
+    code, out, err = run()
+    assert (code, err) == (2, "")
+    assert "Usage" in out
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == (0, f"dspark {dspark.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["bench", "--batc", "1"], "--batch"),
+        (["distill", "--promts", "a.jsonl"], "--prompts"),
+        (["eval", "--drft", "x"], "--draft"),
+        (["benhc"], "bench"),
+        (["bench", "--batch", "one"], "--batch"),
+        (["bench", "--batch", "2", "--draft", "x"], "--batch: expected 1"),
+        (["bench", "--draft", "x", "--temperature", "-1"], "temperature"),
+        (["bench", "--draft", "x", "--temperature", "nan"], "temperature"),
+        (["bench", "--draft", "x", "--top-p", "0"], "top"),
+        (["bench", "--draft", "x", "--n-prompts", "0"], "--n-prompts"),
+        (["eval", "--draft", "x", "--max-new-tokens", "0"], "--max-new-tokens"),
+        (["eval", "--draft", "x", "--dtype", "fp32"], "float32"),
+        (["distill", "--set", "train.lr"], "section.key=value"),
+        (["distill", "--set", "train.lrr=1"], "did you mean train.lr"),
+        (["distill", "--set", "tran.lr=1"], "did you mean train"),
+        (["distill", "--set", "train.lr=[1"], "train.lr=[1"),
+        (["distill", "--steps", "-3"], "max_steps"),
+        (["distill", "--config", "none.yaml"], "none.yaml"),
+        (["doctor", "extra"], "extra"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    run: Run, caught: dict[str, Any], in_tmp: Path, args: list[str], expected: str
+) -> None:
+    code, out, err = run(*args)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert expected in err
+    assert not caught
+
+
+def test_a_bad_line_of_a_config_is_named(run: Run, in_tmp: Path) -> None:
+    Path("run.yaml").write_text("train:\n  lr: 1e-3\n  epoch: 2\n")
+    code, _, err = run("distill", "--config", "run.yaml")
+    assert code == 2
+    assert "run.yaml:3" in err
+    assert "train.epochs" in err
+
+
+@pytest.mark.parametrize("command", ["bench", "eval"])
+def test_without_a_drafter_it_says_where_it_looked(run: Run, in_tmp: Path, command: str) -> None:
+    code, _, err = run(command)
+    assert code == 2
+    assert "dspark distill" in err
+    assert "--draft DIR" in err
+
+
+@pytest.mark.parametrize("command", ["bench", "eval"])
+def test_default_drafter_is_where_distill_writes(
+    run: Run, caught: dict[str, Any], in_tmp: Path, command: str
+) -> None:
+    from dspark.distill.config import load_config
+
+    folder = Path(load_config().out.dir)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    assert run(command)[0] == 0
+    assert caught[command].draft == folder
+
+
+RENAMED = {"suite": "suites", "json_file": "json"}
+
+
+@pytest.mark.parametrize(
+    ("function", "options"), [(cli.bench, BenchOptions), (cli.evaluate, EvalOptions)]
+)
+def test_defaults_are_those_of_the_options(function: Callable[..., None], options: type) -> None:
+    owned = {field.name: field.default for field in dataclasses.fields(options)}
+    shown = {
+        RENAMED.get(name, name): parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name not in ("draft", "as_json")
+    }
+    assert set(shown) == set(owned) - {"draft", "quiet"}
+    for name, default in shown.items():
+        assert (tuple(default) if isinstance(default, list) else default) == owned[name], name
+
+
+def test_every_option_of_bench_arrives(run: Run, caught: dict[str, Any]) -> None:
+    args = (
+        "--batch 1 --draft d --target t --prompts p.jsonl --n-prompts 3 --max-new-tokens 9 "
+        "--draft-length 5 --policy fixed --temperature 0.5 1 --top-p 0.9 --top-k 4 --seed 7 "
+        "--warmup 1 --repeats 2 --threads 1 --device cuda:1 --dtype bfloat16 --peer "
+        "--json j.json --plot p.png"
+    )
+    assert run("bench", *args.split())[0] == 0
+    options = caught["bench"]
+    assert options.temperature == (0.5, 1.0)
+    same = {"batch", "policy", "quiet"}  # one legal value each; quiet is tested below
+    for field in dataclasses.fields(options):
+        if field.name not in same:
+            assert getattr(options, field.name) != field.default, field.name
+
+
+def test_every_option_of_eval_arrives(run: Run, caught: dict[str, Any]) -> None:
+    args = (
+        "--draft d --target t --suite a b --prompts c.jsonl --n-prompts 3 --max-new-tokens 9 "
+        "--draft-length 5 --temperature 0.5 --top-p 0.9 --top-k 4 --seed 7 --threads 1 "
+        "--device cuda --dtype bfloat16 --out o --json"
+    )
+    code, out, _ = run("eval", *args.split())
+    assert (code, json.loads(out)) == (0, {"suites": []})
+    options = caught["eval"]
+    assert options.suites == ("a", "b", "c.jsonl")
+    for field in dataclasses.fields(options):
+        assert getattr(options, field.name) != field.default, field.name
+
+
+def test_every_option_of_distill_arrives(run: Run, caught: dict[str, Any], in_tmp: Path) -> None:
+    Path("run.yaml").write_text("train:\n  seed: 3\n  epochs: 9\n")
+    code, out, _ = run(
+        "distill", "--config", "run.yaml", "--target", "t", "--prompts", "a", "b", "--out", "o",
+        "--steps", "11", "--seed", "5", "--set", "train.lr=1e-4", "drafter.tap_ids=[1, 2]",
+        "--resume", "--json",
+    )  # fmt: skip
+    assert code == 0
+    assert json.loads(out)["last"] == {"step": 2}
+    config = caught["distill"]
+    assert caught["resume"] is True
+    assert (config.target.name, config.data.prompts, config.out.dir) == ("t", ("a", "b"), "o")
+    assert (config.train.max_steps, config.train.seed, config.train.epochs) == (11, 5, 9)
+    assert (config.train.lr, config.drafter.tap_ids) == (1e-4, (1, 2))
+
+
+def test_distill_alone_takes_every_default(run: Run, caught: dict[str, Any]) -> None:
+    from dspark.distill.config import load_config
+
+    assert run("distill")[0] == 0
+    assert (caught["distill"], caught["resume"]) == (load_config(), False)
+
+
+def test_bench_json_to_stdout_is_only_json(run: Run, caught: dict[str, Any]) -> None:
+    code, out, _ = run("bench", "--draft", "d", "--json", "-")
+    assert (code, json.loads(out)) == (0, {"speedup": 2.0})
+    assert caught["bench"].quiet
+    assert caught["bench"].json is None
+
+
+def test_user_error_in_a_command_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = dspark.errors.UserError("f.jsonl:3: expected `prompt`;\n  add it")
+    monkeypatch.setattr(dspark_eval.bench, "run_bench", _raise(error))
+    assert run("bench", "--draft", "d") == (
+        2, "", "error: f.jsonl:3: expected `prompt`; add it\n"
+    )  # fmt: skip
+
+
+def test_our_own_defects_keep_their_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dspark_eval.bench, "run_bench", _raise(RuntimeError("defect")))
+    with pytest.raises(RuntimeError, match="defect"):
+        run("bench", "--draft", "d")
+
+
+@pytest.mark.parametrize(
+    ("args", "again"),
+    [
+        (["distill", "--out", "a b"], "dspark distill --out 'a b' --resume"),
+        (["distill", "--resume"], "dspark distill --resume"),
+        (["bench", "--draft", "d"], "dspark bench --draft d"),
+    ],
+)
+def test_ctrl_c_says_how_to_go_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch, args: list[str], again: str
+) -> None:
+    monkeypatch.setattr(dspark.distill.run, "run_distill", _raise(KeyboardInterrupt()))
+    monkeypatch.setattr(dspark_eval.bench, "run_bench", _raise(KeyboardInterrupt()))
+    code, out, err = run(*args)
+    assert (code, out) == (130, "")
+    assert err.endswith(f": {again}\n")
+    assert err.count("\n") == 1
+
+
+def test_ctrl_c_as_a_signal() -> None:
+    code = (
+        "import sys, time, dspark.cli, dspark.doctor;"
+        "dspark.doctor.examine = lambda: (print('ready', flush=True), time.sleep(60));"
+        "sys.argv[1:] = ['doctor']; dspark.cli.main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=REPO,
+        env={"PYTHONPATH": f"{REPO}:{REPO / 'kernels'}:{REPO / 'eval'}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert err.count("\n") == 1
+    assert err.startswith("interrupted")
+
+
+def test_python_m_dspark() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "dspark", "bench", "--nonsense"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: No such option: --nonsense")
+
+
+def test_values_spread_to_the_option_before_them() -> None:
+    spread = console.spread_values
+    assert spread(["distill", "--prompts", "a", "b", "--out", "c"]) == [
+        "distill", "--prompts", "a", "--prompts", "b", "--out", "c"
+    ]  # fmt: skip
+    assert spread(["bench", "--temperature", "0", "1"]) == [
+        "bench", "--temperature", "0", "--temperature", "1"
+    ]  # fmt: skip
+    assert spread(["bench", "--draft", "a", "b"]) == ["bench", "--draft", "a", "b"]
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_documented_commands_exist(run: Run, document: str) -> None:
+    text = (REPO / document).read_text(encoding="utf-8")
+    for line in re.findall(r"^ +dspark (.+)$", text, flags=re.MULTILINE):
+        command, *rest = line.split("#")[0].split()
+        code, out, _ = run(command, "--help")
+        assert code == 0, line
+        for option in (word for word in rest if word.startswith("--")):
+            assert re.search(rf"{option}\b", out), f"{document}: {line}"
