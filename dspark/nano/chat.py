@@ -1,10 +1,10 @@
 """The chat template: K3's message layout as jinja.
 
-Every message is ``<|open|>message role="..."<|sep|>``, its content, ``<|end_of_msg|>``. An assistant
-message may first hold its reasoning, ``<|open|>think<|sep|>...<|close|>think<|sep|>``. Only the marks
-are special tokens; role names and tag names are ordinary text. The template writes ``[BOS]`` itself
-and the tokenizer adds nothing, so a rendered chat never starts with two. The generation prompt is the
-assistant header; no system message and no thinking are added.
+Every message is ``<|open|>message role="..."<|sep|>``, its content, ``<|end_of_msg|>``. That of the
+assistant may first hold its reasoning, ``<|open|>think<|sep|>...<|close|>think<|sep|>``. Only the
+marks are special tokens; role names and tag names are ordinary text. The template writes ``[BOS]``
+itself and the tokenizer adds nothing, so a rendered chat never starts with two. The generation
+prompt is the assistant header; no system message and no thinking are added.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Draw:
     which the derived methods of `Random` do not promise.
     """
 
-    __slots__ = ("_random", "question", "sentences", "equations", "value", "exact")
+    __slots__ = ("_random", "equations", "exact", "question", "sentences", "value")
 
     def __init__(self, *key: object) -> None:
         digest = blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()

@@ -1,9 +1,9 @@
 """Deterministic rows: a word problem or an instruction for (seed, index, split).
 
 Splits are disjoint by construction. A word problem's identity is its family and the numbers in its
-question; an instruction's is its wording. A hash of the identity names the split that owns it, and a
-draw that belongs to another split is thrown away. So a held-out problem has numbers that its family
-never showed in training, not merely another name or another phrasing.
+question; an instruction's is its wording. A hash of the identity names the split that owns it, and
+a draw that belongs to another split is thrown away. So a held-out problem has numbers that its
+family never showed in training, not merely another name or another phrasing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """An instruction and a right response; `answer` is that response if it is the only right one."""
+    """An instruction and a right response; `answer` is the response if no other is right."""
 
     question: str
     response: str

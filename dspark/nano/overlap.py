@@ -108,7 +108,7 @@ def main() -> None:
         sys.exit(str(error))
     hits, largest = find_hits(index, arguments.rows, arguments.seed)
     for hit in hits[:20]:
-        print(f"{hit.share:.2f} {hit.family}\n  generated:  {hit.question}\n  evaluation: {hit.evaluation}")
+        print(f"{hit.share:.2f} {hit.family}: {hit.question}\n     {hit.evaluation}")
     print(
         f"{len(hits)} of {arguments.rows} rows share more than {THRESHOLD} of their trigrams with "
         f"one of {len(index.questions)} evaluation questions; largest share {largest:.3f}"

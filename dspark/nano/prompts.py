@@ -1,7 +1,7 @@
 """The shipped prompt files: user turns only, one JSON object per line.
 
-`train.jsonl` and `validation.jsonl` follow the mixture of `row`; `test.jsonl` holds 300 word problems
-and 50 instructions. `answer` is given where one answer is right. No question occurs twice.
+`train.jsonl` and `validation.jsonl` follow the mixture of `row`; `test.jsonl` holds 300 word
+problems and 50 instructions. `answer` is given where one answer is right. No question occurs twice.
 
     python -m dspark.nano.prompts --out data/prompts
 """

@@ -1,4 +1,4 @@
-"""Words the generator draws from: people with their pronouns, countable things, places, categories."""
+"""Words the generator draws from: people with their pronouns, countable things, places, kinds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Person:
         return self.name
 
     @property
-    def He(self) -> str:  # noqa: N802 - the capital is the point
+    def He(self) -> str:
         return "He" if self.he == "he" else "She"
 
 
@@ -101,7 +101,18 @@ MAKINGS = nouns("bracelet, candle, basket, scarf, card, vase, toy boat, lantern,
 GOODS = STATIONERY + TOYS + CLOTHES + HOUSEWARES + SNACKS
 SMALL_THINGS = FRUITS + SNACKS + STATIONERY + TOYS + READING
 
-PLACES = ("park", "school", "library", "market", "museum", "beach", "station", "lake", "farm", "zoo")
+PLACES = (
+    "park",
+    "school",
+    "library",
+    "market",
+    "museum",
+    "beach",
+    "station",
+    "lake",
+    "farm",
+    "zoo",
+)
 SHOPS = ("shop", "store", "market", "bakery", "fair", "stall")
 TOWNS = ("Alton", "Brook", "Carby", "Denley", "Elmor", "Fairview", "Glenby", "Harwick")
 COLOURS = ("red", "blue", "green", "yellow", "white", "black", "brown", "orange", "purple", "pink")

@@ -66,9 +66,15 @@ def count_up(d: Draw) -> None:
     end = start + gap * (n - 1)
     numbers = [str(start + gap * i) for i in range(n)]
     if gap == 1:
-        d.ask(f"Count up, start {start}, end {end}.", f"Write every number between {start} and {end}, both included.")
+        d.ask(
+            f"Count up, start {start}, end {end}.",
+            f"Write every number between {start} and {end}, both included.",
+        )
     else:
-        d.ask(f"Count in steps of {gap}, start {start}, end {end}.", f"Start at {start} and add {gap} until you reach {end}.")
+        d.ask(
+            f"Count in steps of {gap}, start {start}, end {end}.",
+            f"Start at {start} and add {gap} until you reach {end}.",
+        )
     d.reply(", ".join(numbers), exact=True)
 
 

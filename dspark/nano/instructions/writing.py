@@ -101,7 +101,7 @@ def story(d: Draw) -> None:
     ))  # fmt: skip
     meeting = d.pick((
         f"There {who.he} saw {article(mood)} {animal.one} with {article(thing)}.",
-        f"Behind a {d.pick(COLOURS)} door sat {article(mood)} {animal.one}.",
+        f"Behind {article(d.pick(COLOURS))} door sat {article(mood)} {animal.one}.",
         f"{article(mood).capitalize()} {animal.one} came out of the {d.pick(PLACES)}.",
     ))  # fmt: skip
     middle = d.pick((

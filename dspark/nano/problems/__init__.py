@@ -17,6 +17,7 @@ from dspark.nano.problems import (
     sequences,
     sharing,
     shopping,
+    stories,
     travel,
 )
 
@@ -35,4 +36,5 @@ FAMILIES: tuple[Family, ...] = (
     + averages.FAMILIES
     + rates.FAMILIES
     + multistep.FAMILIES
+    + stories.FAMILIES
 )

@@ -55,7 +55,9 @@ def birth_gap(d: Draw) -> None:
         f"When {b} is {child + when} years old, what will be the age of {a}? Now {b} is {child} "
         f"and {a} is {parent}.",
     )
-    wait = d.step(child + when, "-", child, "That is in @ years.", "The time until then is @ years.")
+    wait = d.step(
+        child + when, "-", child, "That is in @ years.", "The time until then is @ years."
+    )
     d.step(parent, "+", wait, f"{a} will be @ years old.", f"Then {a} is @.")
 
 

@@ -17,7 +17,9 @@ def part_of(d: Draw) -> None:
         f"How many {item.many} are not {colour}?",
         f"Of {total} {item.many}, {word} are {colour}. {who} counts the others. How many are they?",
     )
-    part = d.step(total, "/", n, f"There are @ {colour} ones.", f"{word.capitalize()} of them is @.")
+    part = d.step(
+        total, "/", n, f"There are @ {colour} ones.", f"{word.capitalize()} of them is @."
+    )
     d.step(total, "-", part, "The others are @.", f"Not {colour} are @ {item.many}.")
 
 
@@ -28,7 +30,7 @@ def several_parts(d: Draw) -> None:
     total = n * d.int(2, 12)
     word = ("two", "three", "four", "five", "six", "seven")[top - 2]
     d.ask(
-        f"{who} gives away {word} {name} of {who.his} {total} {item.many}. How many are given away?",
+        f"{who} gives away {word} {name} of {who.his} {total} {item.many}. How many are that?",
         f"How many {item.many} are {word} {name} of {total} {item.many}?",
         f"{who} sold {top}/{n} of {total} {item.many}. How many were sold?",
     )
@@ -54,8 +56,8 @@ def two_fractions(d: Draw) -> None:
     (n, a), (m, b) = d.sample(PARTS, 2)
     total = n * m * d.int(1, 6)
     d.ask(
-        f"A {group} has {total} children. {a.capitalize()} of them like to {x} and {b} like to {y}. "
-        "Nobody likes both. How many like neither?",
+        f"A {group} has {total} children. {a.capitalize()} of them like to {x}, {b} like to {y}, "
+        "and nobody likes both. How many like neither?",
         f"In a {group} of {total}, {a} {x}, {b} {y}, and all the rest play ball. "
         "How many play ball?",
     )

@@ -48,7 +48,7 @@ def side_from_perimeter(d: Draw) -> None:
 
 
 def tiles(d: Draw) -> None:
-    who, room = d.person(), d.pick(("kitchen", "bathroom", "hall", "cellar", "office"))
+    who, room = d.person(), d.pick(("kitchen", "bathroom", "hall", "cellar", "bedroom"))
     long, wide, per = d.int(3, 9), d.int(2, 9), d.int(2, 9)
     d.ask(
         f"The {room} floor is {long} m by {wide} m. {who} puts {per} tiles on each square m. "

@@ -52,7 +52,8 @@ def convert_and_add(d: Draw) -> None:
     d.ask(
         f"{d.person()} needs {n} {bigs} and {extra} {small}. Give it all in {small}.",
         f"Turn this amount into {small} only: {n} {bigs}, {extra} {small}.",
-        f"{d.person()} counts {n} {bigs} plus {extra} single {small}. How many {small} does that make?",
+        f"{d.person()} counts {n} {bigs} plus {extra} single {small}. "
+        f"How many {small} does that make?",
     )
     whole = d.step(n, "*", size, f"{n} {bigs} are @ {small}.", f"One {big} is {size} {small}: @.")
     d.step(whole, "+", extra, f"With the other {small} it is @.", f"Together: @ {small}.")
@@ -81,13 +82,17 @@ def fill_tank(d: Draw) -> None:
         f"There are {inside} liters of water in a {tank} for {full} liters. How many {size}-liter "
         f"cans does {who} need to fill it up?",
     )
-    room = d.step(full, "-", inside, "There is room for @ liters.", "The missing water is @ liters.")
+    room = d.step(
+        full, "-", inside, "There is room for @ liters.", "The missing water is @ liters."
+    )
     d.step(room, "/", size, f"{who} needs @ cans.", "That makes @ cans.")
 
 
 def recipe(d: Draw) -> None:
     who = d.person()
-    stuff, dish = d.pick((("flour", "bread"), ("sugar", "jam"), ("rice", "soup"), ("milk", "cream")))
+    stuff, dish = d.pick(
+        (("flour", "bread"), ("sugar", "jam"), ("rice", "soup"), ("milk", "cream"))
+    )
     base, per, times = d.int(2, 6), d.int(10, 90), d.int(7, 12)
     d.ask(
         f"For {base} plates of {dish} one needs {per * base} grams of {stuff}. "

@@ -81,8 +81,7 @@ def coins(d: Draw) -> None:
     d.ask(
         f"{who} finds {n} coins of {a} cents and {m} coins of {b} cents. "
         "How many cents is that in all?",
-        f"A purse holds {n} {a}-cent coins and {m} {b}-cent coins. "
-        f"How many cents does {who} have?",
+        f"A purse holds {n} {a}-cent coins and {m} {b}-cent coins. How many cents does {who} have?",
     )
     first = d.step(n, "*", a, f"The {a}-cent coins are worth @ cents.", f"{n} coins of {a}: @.")
     second = d.step(m, "*", b, f"The {b}-cent coins are worth @ cents.", f"{m} coins of {b}: @.")

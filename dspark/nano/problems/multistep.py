@@ -12,8 +12,8 @@ def class_trip(d: Draw) -> None:
     d.ask(
         f"A {group} of {kids} children visits a zoo. A ticket is ${ticket} and a lunch ${lunch} "
         f"per child, and the bus costs ${bus}. What does the trip cost in dollars?",
-        f"{who} plans a trip for {kids} children: ${ticket} for a ticket and ${lunch} for lunch for "
-        f"each, plus ${bus} for the bus. How much money is needed?",
+        f"{who} plans a trip for {kids} children: ${ticket} for a ticket and ${lunch} for lunch "
+        f"for each, plus ${bus} for the bus. How much money is needed?",
     )
     tickets = d.step(kids, "*", ticket, "The tickets cost @ dollars.", "Tickets: @.")
     lunches = d.step(kids, "*", lunch, "The lunches cost @ dollars.", "Lunches: @.")
@@ -74,7 +74,13 @@ def shopping_list(d: Draw) -> None:
 
 def work_week(d: Draw) -> None:
     who = d.person()
-    days, hours, pay, extra, bonus = d.int(3, 6), d.int(2, 8), d.int(3, 12), d.int(2, 8), d.int(5, 40)
+    days, hours, pay, extra, bonus = (
+        d.int(3, 6),
+        d.int(2, 8),
+        d.int(3, 12),
+        d.int(2, 8),
+        d.int(5, 40),
+    )
     d.ask(
         f"{who} works {days} days of {hours} hours at ${pay} an hour, and {extra} more hours on "
         f"Sunday at the same pay. A bonus of ${bonus} is added. What does {who.he} earn?",

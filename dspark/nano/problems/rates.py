@@ -57,7 +57,9 @@ def flow(d: Draw) -> None:
         f"grow in {minutes} minutes?",
     )
     net = d.step(fill, "-", drain, "Each minute brings @ liters.", "The gain per minute is @.")
-    d.step(net, "*", minutes, f"In {minutes} minutes it is @ liters.", f"The {tank} gains @ liters.")
+    d.step(
+        net, "*", minutes, f"In {minutes} minutes it is @ liters.", f"The {tank} gains @ liters."
+    )
 
 
 def working_together(d: Draw) -> None:

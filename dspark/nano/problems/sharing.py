@@ -85,6 +85,4 @@ def boxes_in_all(d: Draw) -> None:
     d.step(packed, "+", extra, f"Altogether there are @ {item.many}.", "The total is @.")
 
 
-FAMILIES = families(
-    "sharing", equal_shares, keep_then_share, left_over, give_and_get, boxes_in_all
-)
+FAMILIES = families("sharing", equal_shares, keep_then_share, left_over, give_and_get, boxes_in_all)

@@ -58,7 +58,11 @@ def coupon(d: Draw) -> None:
         f"What does an order of {n} {item.many} cost?",
     )
     full = d.step(
-        n, "*", price, "The full price is @ dollars.", f"Without the coupon, {n} {item.many} cost @."
+        n,
+        "*",
+        price,
+        "The full price is @ dollars.",
+        f"Without the coupon, {n} {item.many} cost @.",
     )
     d.step(full, "-", off, "After the coupon it is @ dollars.", f"{who} pays @ dollars.")
 
