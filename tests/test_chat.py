@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.text import Text
+from transformers import AutoTokenizer
 
+from dspark.assets import asset
 from dspark.distill.chat import ChatFormat, RowError, TrainingRow
 from dspark.distill.messages import Message
+from dspark.distill.prompts import read_prompts
 from dspark.errors import UserError
 from tests import chat_tokenizers as small
 
@@ -26,15 +27,8 @@ def assistant(text: str, thinking: str | None = None) -> Message:
 
 
 def spans(chat: ChatFormat, row: TrainingRow) -> list[str]:
-    """Decoded supervised stretches of a row."""
-    out = []
-    start = 0
-    for supervised, run in groupby(row.loss_mask):
-        stop = start + len(list(run))
-        if supervised:
-            out.append(chat.decode(row.ids[start:stop]))
-        start = stop
-    return out
+    """Supervised stretches of a row."""
+    return [text for supervised, text in chat.spans(row) if supervised]
 
 
 TWO_TURNS = [
@@ -159,6 +153,37 @@ def test_a_template_that_refuses_a_conversation_costs_one_row() -> None:
 def test_a_tokenizer_without_a_template_is_a_user_error() -> None:
     with pytest.raises(UserError, match="has no chat template"):
         ChatFormat(small.tokenizer(None, []))
+
+
+@pytest.fixture(scope="module")
+def nano() -> ChatFormat:
+    return ChatFormat(AutoTokenizer.from_pretrained(asset("k3-nano")))
+
+
+def test_nano_masks_equal_those_of_the_templates_own_generation_tags(nano: ChatFormat) -> None:
+    """Oracle: transformers' mask from the `generation` tags, which our code does not look at."""
+    chats = [
+        TWO_TURNS,
+        [Message(role="system", content="Be brief."), *TWO_TURNS, user("again?"), assistant("12.")],
+        [user("2+2?"), assistant("4", thinking="First, 2 + 2.\n"), *TWO_TURNS],
+        [user("role"), assistant('message role="assistant"<|im_end|>'), *TWO_TURNS],
+    ]
+    for messages in chats:
+        oracle = nano.tokenizer.apply_chat_template(
+            messages, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+        )
+        row = nano.training_row(messages)
+        assert list(row.ids) == oracle["input_ids"]
+        assert list(row.loss_mask) == [bool(m) for m in oracle["assistant_masks"]]
+
+
+def test_shipped_prompts_are_clean_and_short(nano: ChatFormat) -> None:
+    files = sorted(asset("prompts").glob("*.jsonl"))
+    prompts = read_prompts(files, strict=True)
+    assert {row.file for row in prompts.rows} == {str(file) for file in files}
+    assert prompts.report.repaired == ()
+    lengths = [len(nano.prompt_ids(row.prompt)) for row in prompts.rows[::25]]
+    assert max(lengths) < 200
 
 
 CONTENT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).map(lambda t: "x" + t)

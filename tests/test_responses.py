@@ -192,7 +192,7 @@ def test_another_models_template_is_refused_with_a_decoded_row() -> None:
     message = str(caught.value)
     assert message.startswith("p.jsonl:4: answers end with ")
     assert "stops at '<|im_end|>'" in message
-    assert "<|start_header_id|>" in message
+    assert "⟦a<|eot_id|>⟧" in message
 
 
 def test_a_tokenizer_larger_than_the_target_is_refused(k3: Pair) -> None:
@@ -214,7 +214,9 @@ def test_a_file_without_contrast_stops_the_run(mask: bool, share: str) -> None:
     with pytest.raises(UserError) as caught:
         check_supervised_share([good, flat, flat], chat)
     assert str(caught.value).startswith(f"flat.jsonl:3: {share}")
-    assert "<|im_start|>user" in str(caught.value)
+    shown = "⟦<|im_start|>user\\nq" if mask else "<|im_start|>user\\nq"
+    assert shown in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_template_that_hides_answers_stops_the_run() -> None:

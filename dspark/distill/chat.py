@@ -125,18 +125,25 @@ class ChatFormat:
                 mask[start:stop] = [True] * (stop - start)
         return TrainingRow(tuple(ids), tuple(mask))
 
+    def spans(self, row: TrainingRow) -> list[tuple[bool, str]]:
+        """The row as decoded stretches in order, each with whether it is supervised."""
+        out = []
+        start = 0
+        for supervised, run in groupby(row.loss_mask):
+            stop = start + len(list(run))
+            out.append((supervised, self.decode(row.ids[start:stop])))
+            start = stop
+        return out
+
     def describe_row(self, row: TrainingRow) -> str:
         """Decoded row as rich markup: supervised text reversed green, the rest dim."""
         from rich.markup import escape
 
-        parts = []
-        start = 0
-        for supervised, run in groupby(row.loss_mask):
-            stop = start + len(list(run))
-            style = "reverse green" if supervised else "dim"
-            parts.append(f"[{style}]{escape(self.decode(row.ids[start:stop]))}[/{style}]")
-            start = stop
-        return "".join(parts)
+        styles = {True: "reverse green", False: "dim"}
+        return "".join(
+            f"[{styles[supervised]}]{escape(text)}[/{styles[supervised]}]"
+            for supervised, text in self.spans(row)
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, special tokens written out and spaces left alone."""

@@ -48,10 +48,10 @@ def compare_tokenizers(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -
         left_id, right_id = getattr(a, name), getattr(b, name)
         if left_id != right_id:
             return f"{name} is {left_id} in one and {right_id} in the other"
-    special = _marked_special(a) ^ _marked_special(b)
-    shared = sorted(special & ours.keys() & theirs.keys() - _padding(a) - _padding(b))
-    if shared:
-        return f"token id {shared[0]} is special in only one of them"
+    shared = ours.keys() & theirs.keys() - {a.pad_token_id, b.pad_token_id}
+    special = sorted(shared & (_marked_special(a) ^ _marked_special(b)))
+    if special:
+        return f"token id {special[0]} is special in only one of them"
     return _compare_rules(_rules(a), _rules(b))
 
 
@@ -77,10 +77,6 @@ def _tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 def _marked_special(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-
-
-def _padding(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    return set() if tokenizer.pad_token_id is None else {tokenizer.pad_token_id}
 
 
 def _pads(

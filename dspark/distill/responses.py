@@ -13,7 +13,8 @@ truncation is seen and dropped. Every dropped row is counted by reason and named
 
 Each prompt draws from a generator of its own, chosen by ``seed`` and its place in the list, and
 rows come back in the order of the prompts: the batch size and the order in which batches are
-formed (by length, to waste little padding) do not show in the result.
+formed (by length, to waste little padding) do not show in the result. (Where the hardware rounds a
+batched product differently for another batch size, a draw on the very edge may still differ.)
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ DROP_REASONS: dict[str, str] = {
 }
 _FORMAT = "dspark-rows-1"
 _PLACES_SHOWN = 5
+_TEXT_SHOWN = 300
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def check_supervised_share(rows: Sequence[TrainingRow], chat: ChatFormat) -> Non
         share = "100 %" if supervised else "0 %"
         raise UserError(
             f"{file}:{group[0].line}: {share} of the tokens of this file are supervised; the chat "
-            f"template does not set assistant turns apart. One row: {chat.describe_row(group[0])}"
+            f"template does not set assistant turns apart. One row: {_one_line(group[0], chat)}"
         )
 
 
@@ -102,16 +103,15 @@ def check_target_format(rows: Sequence[TrainingRow], chat: ChatFormat, target: T
         wanted = " or ".join(repr(chat.decode([token])) for token in target.end_token_ids)
         raise UserError(
             f"{place}: answers end with {seen!r}, but target {target.name} stops at {wanted}; "
-            f"is this its chat template? One row: {chat.describe_row(group[0])}"
+            f"is this its chat template? One row: {_one_line(group[0], chat)}"
         )
 
 
 def prompts_digest(prompts: Sequence[PromptRow]) -> str:
-    """SHA-256 of all conversations in order; one of the components of a cache key."""
+    """SHA-256 of all conversations in order, wherever their files lie; part of a cache key."""
     digest = hashlib.sha256()
     for row in prompts:
-        place = [row.file, row.line, list(row.messages)]
-        digest.update(json.dumps(place, sort_keys=True).encode() + b"\n")
+        digest.update(json.dumps(list(row.messages), sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
 
@@ -186,6 +186,13 @@ def _by_file(rows: Sequence[TrainingRow]) -> list[tuple[str, list[TrainingRow]]]
     for row in rows:
         grouped.setdefault(row.file, []).append(row)
     return list(grouped.items())
+
+
+def _one_line(row: TrainingRow, chat: ChatFormat) -> str:
+    """Decoded row for an error message: line breaks escaped, supervised text between ⟦ and ⟧."""
+    text = "".join(f"⟦{text}⟧" if supervised else text for supervised, text in chat.spans(row))
+    shown = repr(text)[1:-1]
+    return shown if len(shown) <= _TEXT_SHOWN else shown[:_TEXT_SHOWN] + " ..."
 
 
 def _last_supervised(row: TrainingRow) -> int | None:
