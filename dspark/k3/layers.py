@@ -40,8 +40,8 @@ class RMSNorm(nn.Module):
 def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
     """SiTU in float32, cast back to the dtype of ``up``. Shapes equal."""
     g, u = gate.float(), up.float()
-    bounded = torch.tanh(g / beta).mul_(beta) * torch.sigmoid(g)
-    return (bounded * torch.tanh(u / linear_beta).mul_(linear_beta)).to(up.dtype)
+    bounded = torch.tanh(g / beta) * torch.sigmoid(g)
+    return (bounded * torch.tanh(u / linear_beta) * (beta * linear_beta)).to(up.dtype)
 
 
 def silu(gate: Tensor, up: Tensor) -> Tensor:

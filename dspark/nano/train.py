@@ -39,9 +39,9 @@ class Recipe:
     seed: int = 0
     steps: int = 4500
     rows_per_step: int = 512
-    length: int = 224
+    length: int = 176
     """Tokens per row, padded; longer rows are left out of the corpus."""
-    corpus_rows: int = 1_000_000
+    corpus_rows: int = 600_000
     peak_lr: float = 3e-3
     warmup_steps: int = 150
     weight_decay: float = 0.1
@@ -152,9 +152,9 @@ class Run:
         start = last = time.perf_counter()
         while self.step < self.recipe.steps:
             loss = self._update(loss_fn, corpus)
-            if self.step % 100 == 0:
+            if self.step % 50 == 0:
                 now = time.perf_counter()
-                rate = 100 * self.recipe.rows_per_step * self.recipe.length / (now - last)
+                rate = 50 * self.recipe.rows_per_step * self.recipe.length / (now - last)
                 print(f"step {self.step}: loss {loss.item():.4f}, {rate:,.0f} tokens/s", flush=True)
                 last = now
             if self.step % save_every == 0:
