@@ -19,7 +19,8 @@ help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
 
 demo: $(DEMO_VENV)/.installed  ## distil a drafter for the shipped target, then measure the speed-up
-	$(DEMO_VENV)/bin/python -m dspark distill --out $(DEMO_RUN)
+	$(DEMO_VENV)/bin/python -m dspark distill --out $(DEMO_RUN) \
+		$(if $(wildcard $(DEMO_RUN)/run.yaml),--resume)
 	$(DEMO_VENV)/bin/python -m dspark bench --batch 1 --draft $(DEMO_RUN) --draft-length 7 \
 		--temperature 0 --temperature 1 --peer \
 		--json $(DEMO_RUN)/bench.json --plot $(DEMO_RUN)/bench.png

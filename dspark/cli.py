@@ -98,7 +98,8 @@ def distill(
         "train.max_steps": steps,
         "train.seed": seed,
     }
-    loaded = load_config(config, overrides | _parse_settings(settings))
+    given = {key: value for key, value in overrides.items() if value is not None}
+    loaded = load_config(config, given | _parse_settings(settings))
     from dspark.distill.run import run_distill
 
     folder = run_distill(loaded, resume=resume)
@@ -259,7 +260,10 @@ def _parse_settings(settings: Sequence[str] | None) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals:
             raise UserError(f"--set {text}: expected section.key=value, such as train.lr=1e-3")
-        parsed[key] = yaml.safe_load(value)
+        try:
+            parsed[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise UserError(f"--set {text}: the value is not YAML; quote it") from None
     return parsed
 
 

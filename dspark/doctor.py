@@ -65,9 +65,9 @@ def examine() -> Report:
         backends = {}
         problems.append(str(error))
     shipped = _assets(problems)
+    versions: dict[str, str | None] = {name: _version(name) for name in _PACKAGES}
     return Report(
-        versions={"dspark": __version__, "python": platform.python_version()}
-        | {name: _version(name) for name in _PACKAGES},
+        versions={"dspark": __version__, "python": platform.python_version(), **versions},
         devices=_devices(),
         threads=threads,
         backends=backends,
