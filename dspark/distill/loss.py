@@ -179,7 +179,8 @@ def slot_terms(logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
     """CE and L1 of every slot, [2, n], from drafter and target logits [n, V] and labels [n]."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     log_q = logits.to(wide).log_softmax(-1)
-    p = target_logits.detach().to(wide).softmax(-1)
+    # The same way as q, so that equal logits are at a distance of exactly zero.
+    p = target_logits.detach().to(wide).log_softmax(-1).exp_()
     ce = -log_q.gather(-1, labels[:, None]).squeeze(-1)
     return torch.stack((ce, (log_q.exp() - p).abs().sum(-1)))
 
