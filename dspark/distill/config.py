@@ -80,17 +80,14 @@ def load_config(
 ) -> DistillConfig:
     """Read a configuration: defaults, then the YAML file, then the overrides.
 
-    `overrides` maps dotted keys ("train.lr") to values; a value of None means "not given" and is
-    skipped, so that a command line can pass every flag it has. Raises UserError naming file, line
-    and key.
+    `overrides` maps dotted keys ("train.lr") to values; None is YAML's null. Raises UserError
+    naming file, line and key.
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     where: dict[str, str] = {}
     if path is not None:
         _read_yaml(Path(path), values, where)
     for dotted, value in (overrides or {}).items():
-        if value is None:
-            continue
         section, _, key = dotted.partition(".")
         _expect_known(section, SECTIONS, "", "")
         _expect_known(key, _field_names(section), f"{section}.", "")
