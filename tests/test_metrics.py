@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 import pytest
-from dspark_eval import metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark.runtime.records import Generation, RoundRecord
+from dspark_eval import metrics
 
 
 def record(verified: int, accepted: int, *, ended: bool = False, drafted: int | None = None):
@@ -151,7 +151,7 @@ def test_pooling_weighs_rounds_and_percentiles_weigh_prompts():
 
 
 def test_bootstrap_interval_of_a_mean_matches_the_normal_one():
-    """With denominators of 1 the ratio is a mean: interval half-width 1.96 sd / sqrt(n), to 15 %."""
+    """With denominators of 1 the ratio is a mean: half-width 1.96 sd / sqrt(n), to 15 %."""
     values = np.random.default_rng(1).normal(3.0, 1.0, 400)
     low, high = metrics.ratio_ci95(values, np.ones(400))
     half = 1.96 * values.std() / math.sqrt(400)

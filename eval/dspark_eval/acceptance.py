@@ -55,7 +55,7 @@ def eval_pair(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> dict
     for suite in suites:
         with progress(f"eval {suite.name}", len(suite.rows), options.quiet) as advance:
             results[suite.name] = _eval_suite(pair, suite, decode, options, advance)
-    few = [f"{s.name}: {line}" for s in suites for line in metrics.sample_size_warnings(len(s.rows))]
+    few = [f"{s.name}: {w}" for s in suites for w in metrics.sample_size_warnings(len(s.rows))]
     return {
         "schema_version": SCHEMA_VERSION,
         "target": pair.target.name,
@@ -106,8 +106,13 @@ def _eval_suite(
 def exact_answers(pair: Pair, suite: Suite, answers: Sequence[Generation]) -> float | None:
     """Share of right final answers among rows that carry one; None if no row does."""
     graded = [
-        is_correct(pair.chat.decode(answer.tokens), str(row.metadata["answer"]))
+        is_correct(pair.chat.decode(_text_ids(answer)), str(row.metadata["answer"]))
         for row, answer in zip(suite.rows, answers, strict=True)
         if "answer" in row.metadata
     ]
     return sum(graded) / len(graded) if graded else None
+
+
+def _text_ids(answer: Generation) -> list[int]:
+    """The answer without its end token, which is no part of the text."""
+    return answer.tokens[:-1] if answer.finish == "end" else answer.tokens

@@ -53,7 +53,7 @@ def accepted_length(rounds: Rounds) -> float | None:
 
 
 def acceptance_rate(rounds: Rounds) -> float | None:
-    """sum a / sum k, accepted over verified draft tokens. vLLM, llama.cpp and dspark-mlx print it."""
+    """sum a / sum k, accepted over verified draft tokens; vLLM, llama.cpp, dspark-mlx print it."""
     return _ratio(sum(r.accepted for r in rounds), sum(r.verified for r in rounds))
 
 
@@ -116,7 +116,7 @@ def round_times_ms(rounds: Rounds) -> dict[str, float | None]:
 
 def accepted_length_percentiles(rounds_by_prompt: Sequence[Rounds]) -> dict[str, float | None]:
     """p10, p50 and p90 over prompts of each prompt's own tau; prompts without a round left out."""
-    each = [accepted_length(rounds) for rounds in rounds_by_prompt if rounds]
+    each = [sum(r.emitted for r in rounds) / len(rounds) for rounds in rounds_by_prompt if rounds]
     if not each:
         return dict.fromkeys(("p10", "p50", "p90"))
     low, middle, high = np.percentile(each, (10, 50, 90))
@@ -124,7 +124,7 @@ def accepted_length_percentiles(rounds_by_prompt: Sequence[Rounds]) -> dict[str,
 
 
 def bootstrap_ci95(
-    per_prompt: Sequence[Sequence[float]],
+    per_prompt: np.ndarray | Sequence[Sequence[float]],
     statistic: Callable[[np.ndarray], np.ndarray],
     *,
     seed: int = 0,
@@ -222,10 +222,9 @@ def context_buckets(
         for record in rounds:
             held[int(np.searchsorted(edges, context, side="right"))].append(record)
             context += record.emitted
-    bounds = (0, *edges, None)
     return [
         ContextBucket(low, high, len(rounds), accepted_length(rounds), acceptance_rate(rounds))
-        for low, high, rounds in zip(bounds[:-1], bounds[1:], held, strict=True)
+        for low, high, rounds in zip((0, *edges), (*edges, None), held, strict=True)
         if rounds
     ]
 

@@ -37,9 +37,10 @@ def plot_bench(runs: Sequence[Run], path: Path) -> None:
     _draw_positions(position, curves)
     _draw_split(split, runs)
     figure.suptitle(
-        f"{first['target']}, batch {first['batch']}, draft length {first['extra']['draft_length']}, "
-        f"n = {first['n_prompts']} prompts, {first['environment']['device_name']}, "
-        f"{first['environment']['threads']} threads, {first['environment']['dtype']}",
+        f"{_label(first['target'])}, batch {first['batch']}, draft length "
+        f"{first['extra']['draft_length']}, n = {first['n_prompts']} prompts, "
+        f"{first['environment']['device_name']}, "
+        f"threads: {first['environment']['threads']}, {first['environment']['dtype']}",
         fontsize=10,
     )
     _save(figure, path)
@@ -54,7 +55,8 @@ def plot_eval(document: dict[str, Any], path: Path) -> None:
         for name, suite in document["suites"].items()
     }
     _draw_positions(axes, curves)
-    axes.set_title(f"{document['target']}, temperature {document['temperature']:g}", fontsize=10)
+    setting = f"temperature {document['temperature']:g}, draft length {document['draft_length']}"
+    axes.set_title(f"{_label(document['target'])}, {setting}", fontsize=10)
     _save(figure, path)
 
 
@@ -66,21 +68,24 @@ def _draw_speed(axes: Axes, runs: Sequence[Run]) -> None:
         heights = [run[f"{way}_tokens_per_s"] for run in runs]
         bounds = [run["extra"][f"{way}_tokens_per_s_ci95"] for run in runs]
         places = [index + shift for index in range(len(runs))]
-        axes.bar(
-            places, heights, width, label=way, color=colour, hatch=hatch, edgecolor="white"
-        )
+        axes.bar(places, heights, width, label=way, color=colour, hatch=hatch, edgecolor="white")
         for place, height, bound in zip(places, heights, bounds, strict=True):
             if bound is not None:
                 whiskers = [[max(height - bound[0], 0)], [max(bound[1] - height, 0)]]
                 axes.errorbar(place, height, yerr=whiskers, color="black", capsize=4)
     tops = [
-        max([run["speculative_tokens_per_s"], *(run["extra"]["speculative_tokens_per_s_ci95"] or ())])
+        (run["extra"]["speculative_tokens_per_s_ci95"] or [run["speculative_tokens_per_s"]])[-1]
         for run in runs
     ]
     for index, (run, top) in enumerate(zip(runs, tops, strict=True)):
         text = f"{run['speedup']:.2f}x"
         axes.annotate(
-            text, (index + width / 2, top), (0, 4), textcoords="offset points", ha="center"
+            text,
+            (index + width / 2, top),
+            (0, 5),
+            textcoords="offset points",
+            ha="center",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8},
         )
     peer = runs[0]["extra"]["peer"]
     if peer is not None:
@@ -107,6 +112,7 @@ def _draw_positions(axes: Axes, curves: dict[str, Run]) -> None:
             color=SERIES[index % len(SERIES)],
             marker=MARKERS[index % len(MARKERS)],
             label=label if tau is None else f"{label}: accepted length {tau:.2f}",
+            clip_on=False,
         )
     axes.set_xticks(range(1, longest + 1))
     axes.set_xlim(0.5, longest + 0.5)
@@ -142,6 +148,11 @@ def _draw_split(axes: Axes, runs: Sequence[Run]) -> None:
     axes.set_ylim(0, 1.35 * axes.get_ylim()[1])
     axes.legend(loc="upper right", frameon=False, ncols=2, fontsize=8)
     _tidy(axes)
+
+
+def _label(name: str) -> str:
+    """A target's name; the last part where it is a folder."""
+    return Path(name).name or name
 
 
 def _tidy(axes: Axes) -> None:

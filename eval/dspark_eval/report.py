@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -16,7 +17,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-MINIMUM_WIDTH = 112  # pipes and CI logs report 80 columns or none; a wrapped table is unreadable
+MINIMUM_WIDTH = 124  # pipes and CI logs report 80 columns or none; a wrapped table is unreadable
 NOT_MEASURED = "-"
 
 Run = dict[str, Any]
@@ -39,22 +40,22 @@ def print_bench(runs: Sequence[Run], console: Console | None = None) -> None:
     """One table, a row for each sampling setting, and the transformers peer where measured."""
     console = console or _console()
     first = runs[0]
-    table = Table(title=_bench_title(first), title_justify="left", caption_justify="left")
-    table.add_column("decoding")
+    table = Table(title=_bench_title(first), title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("decoding", no_wrap=True)
     for name in (
         "tokens/s",
-        "speed-up [95 %]",
-        "accepted length [95 %]",
-        "accepted drafts",
-        "draft + verify + other ms",
-        "same text",
+        "speed-up\n[95 %]",
+        "accepted length\n[95 %]",
+        "accepted\ndrafts",
+        "milliseconds of a round\ndraft + verify + other",
+        "same\ntext",
     ):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         _add_run(table, run)
     peer = first["extra"]["peer"]
     if peer is not None:
-        table.add_row(peer["name"], _rate(peer["tokens_per_s"]), *[""] * 5)
+        table.add_row(peer["name"].replace(" (", "\n("), _rate(peer["tokens_per_s"]), *[""] * 5)
     console.print(table)
     for line in _bench_notes(runs):
         console.print(line, highlight=False)
@@ -108,7 +109,7 @@ def _bench_notes(runs: Sequence[Run]) -> Iterator[str]:
         )
     backends = ", ".join(f"{op} {name}" for op, name in first["backends"].items())
     yield (
-        f"{environment['device_name']}, {environment['threads']} threads, {environment['dtype']}, "
+        f"{environment['device_name']}, threads: {environment['threads']}, {environment['dtype']}, "
         f"torch {environment['torch']}; kernels: {backends}"
     )
     for warning in dict.fromkeys(w for run in runs for w in run["extra"]["warnings"]):
@@ -122,18 +123,18 @@ def print_eval(document: dict[str, Any], console: Console | None = None) -> None
         f"{document['drafter']} drafts for {document['target']}: temperature "
         f"{document['temperature']:g}, draft length {document['draft_length']}"
     )
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("prompt set")
     for name in (
         "prompts",
-        "accepted length [95 %]",
-        "without loops",
-        "accepted drafts",
-        "with bonus",
-        "answers that loop",
-        "exact answers",
+        "accepted length\n[95 %]",
+        "without\nloops",
+        "accepted\ndrafts",
+        "with\nbonus",
+        "answers\nthat loop",
+        "exact\nanswers",
     ):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for name, suite in document["suites"].items():
         table.add_row(
             name,

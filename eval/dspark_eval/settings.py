@@ -36,9 +36,7 @@ def _check_shared(options: BenchOptions | EvalOptions) -> None:
         f"--max-new-tokens: expected 2 or more, the first token is not decoded by a round; "
         f"got {options.max_new_tokens}",
     )
-    _require(
-        options.n_prompts >= 1, f"--n-prompts: expected 1 or more; got {options.n_prompts}"
-    )
+    _require(options.n_prompts >= 1, f"--n-prompts: expected 1 or more; got {options.n_prompts}")
     _require(
         options.threads is None or options.threads >= 1,
         f"--threads: expected 1 or more; got {options.threads}",

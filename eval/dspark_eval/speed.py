@@ -89,7 +89,8 @@ def _speedup(sums: np.ndarray) -> np.ndarray:
     return (sums[0] / sums[1]) / (sums[2] / sums[3])
 
 
-def _finite(value: float) -> float | None:
+def _finite(value: np.ndarray) -> float | None:
+    """A scalar result, None where it had nothing to divide by."""
     return float(value) if np.isfinite(value) else None
 
 
@@ -116,7 +117,7 @@ def summarize(timings: Sequence[PromptTimings], *, seed: int) -> dict[str, Any]:
         "conditional_acceptance": metrics.conditional_acceptance(rounds),
         "draft_length_mean": metrics.draft_length_mean(rounds),
         **metrics.round_times_ms(rounds),
-        "host_syncs_per_token": None,  # counted by the frame scheduler on a GPU; nothing to count here
+        "host_syncs_per_token": None,  # nothing counts them in this loop
     }
 
 

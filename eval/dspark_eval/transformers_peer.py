@@ -1,8 +1,8 @@
 """The yardstick for plain decoding: transformers' `generate` on a `kimi_linear` of equal shape.
 
-A speed-up over a slow baseline means nothing. So plain decoding is itself held against the way most
-people would run such a model: transformers' own Kimi-Linear, greedy `generate`, key-value cache on,
-same threads, same dtype, same number of tokens, prompts of the same lengths. The weights are random,
+A speed-up over a slow baseline means nothing. So plain decoding is itself held against the way
+most people would run such a model: transformers' own Kimi-Linear, greedy `generate`, cache on, same
+threads, same dtype, same number of tokens, prompts of the same lengths. The weights are random,
 since speed does not depend on their values; end tokens are switched off so that the number of
 tokens is fixed.
 
@@ -16,6 +16,8 @@ latent / hidden to give an expert as many weights as the target's.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +95,19 @@ def kimi_linear_settings(config: K3Config) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from announcing, amid our table, which kernel packages are missing."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
 class TransformersPeer:
     """A random `kimi_linear` model of the target's shape and the time its `generate` takes."""
 
@@ -101,7 +116,7 @@ class TransformersPeer:
     ) -> None:
         from transformers import KimiLinearConfig, KimiLinearForCausalLM
 
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _quiet():
             torch.manual_seed(seed)
             model = KimiLinearForCausalLM(KimiLinearConfig(**kimi_linear_settings(config)))
         self.model: PreTrainedModel = model.to(device=device, dtype=dtype).eval()
@@ -116,15 +131,16 @@ class TransformersPeer:
         prompt = torch.randint(self.vocab_size, (1, prompt_length), generator=generator).to(device)
         watch = _Stopwatch()
         start = time.perf_counter()
-        answer = self.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=n_tokens,
-            do_sample=False,
-            use_cache=True,
-            pad_token_id=0,
-            streamer=watch,
-        )
+        with _quiet():
+            answer = self.model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=n_tokens,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=0,
+                streamer=watch,
+            )
         if answer.shape[1] != prompt_length + n_tokens:
             raise RuntimeError(f"expected {n_tokens} tokens, got {answer.shape[1] - prompt_length}")
         first, last = watch.times[1], watch.times[-1]
