@@ -98,9 +98,7 @@ def run(
         made.run_step = watched  # type: ignore[method-assign]
     text = io.StringIO()
     console = Console(file=text, width=400)
-    progress = train(
-        made, settings, rows_digest=rows_digest, evaluate=dict, console=console
-    )
+    progress = train(made, settings, rows_digest=rows_digest, evaluate=dict, console=console)
     return made, progress, text.getvalue()
 
 

@@ -65,7 +65,10 @@ def test_null_is_a_value_where_the_type_allows_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("train:\n  epochz: 3\n", r"run\.yaml:2: unknown key train\.epochz; did you mean train\.ep"),
+        (
+            "train:\n  epochz: 3\n",
+            r"run\.yaml:2: unknown key train\.epochz; did you mean train",
+        ),
         ("trian:\n  lr: 1\n", r"run\.yaml:1: unknown key trian; did you mean train"),
         ("train:\n  xyzzy: 1\n", r"run\.yaml:2: unknown key train\.xyzzy; known: epochs"),
         ("train:\n  lr: fast\n", r"run\.yaml:2: train\.lr is 'fast': expected float"),

@@ -36,10 +36,16 @@ class FlatGradients:
 
     Every parameter always has a gradient (zero if the loss does not reach it), so every process
     reduces the same buffer whatever its rows hold, and an unused head needs no graph search.
+
+    Raises TypeError for parameters in any other dtype: just below 1.0 a bfloat16 weight cannot move
+    by less than 0.004, and norm weights would silently stay at their initial value.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        for name, parameter in self.named:
+            if parameter.dtype != torch.float32:
+                raise TypeError(f"{name} is {parameter.dtype}: master weights must be float32")
         size = sum(p.numel() for _, p in self.named)
         self.buffer = torch.zeros(size, dtype=torch.float32, device=self.named[0][1].device)
         self._attach()
@@ -75,17 +81,10 @@ def _grad(parameter: nn.Parameter) -> Tensor:
 
 
 class Optimiser:
-    """AdamW over float32 master weights, whose state goes in and out as named tensors.
-
-    Raises TypeError for parameters in any other dtype: near 1.0 a bfloat16 weight cannot move by
-    less than 0.004, and norm weights would silently stay at their initial value.
-    """
+    """AdamW over float32 master weights, whose state goes in and out as named tensors."""
 
     def __init__(self, module: nn.Module, settings: TrainSettings) -> None:
         self.gradients = FlatGradients(module)
-        for name, parameter in self.gradients.named:
-            if parameter.dtype != torch.float32:
-                raise TypeError(f"{name} is {parameter.dtype}: master weights must be float32")
         self._adamw = torch.optim.AdamW(
             [p for _, p in self.gradients.named],
             lr=settings.lr,
