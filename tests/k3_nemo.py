@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tests.oracles import fla_naive, require
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dspark.files import read_json
+from tests.oracles import fla_naive, require
 
 
 class ShortConvolution(nn.Module):
@@ -81,7 +81,7 @@ def from_checkpoint(folder: Path) -> nn.Module:
     published = read_json(folder / "config.json")
     text = {**published["text_config"], "kda_use_fused_gate": False}
     text.pop("quantization_config", None)
-    text |= {"pad_token_id": 0, "torch_dtype": torch.float32}
+    text |= {"pad_token_id": 0, "dtype": torch.float32}
     backend = common.BackendConfig(
         attn="eager", linear="torch", rms_norm="torch", experts="torch", dispatcher="torch"
     )

@@ -56,7 +56,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     if weight.shape[-1] % GROUP:
         raise ValueError(f"MXFP4 packs groups of {GROUP} inputs, got {weight.shape[-1]} inputs")
-    groups = weight.detach().float().unflatten(-1, (-1, GROUP))
+    groups = weight.detach().float().contiguous().unflatten(-1, (-1, GROUP))
     largest = groups.abs().amax(dim=-1)
     if not torch.isfinite(largest).all():
         raise ValueError("MXFP4 cannot hold infinities or NaN")
