@@ -1,0 +1,204 @@
+"""A target and drafters that are lookup tables, so that every distribution is known in closed form.
+
+The target is an order-2 Markov chain: the logits after ..., a, b are `table[a, b]` (a = 0 before
+the first token). Its "hidden state" is the row of logits itself and its one tap is the one-hot
+token, so what reaches the drafter's context can be read back. The cache holds plain token lists
+and refuses everything the protocol forbids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dspark.runtime.target import TargetOutput
+from dspark.taps import TapSet
+
+TAPS = TapSet((0,), "residual")
+
+
+class TableCache:
+    """Committed and pending tokens of each row; `log` is the history of committed counts."""
+
+    def __init__(self, batch: int, max_length: int) -> None:
+        self.rows: list[list[int]] = [[] for _ in range(batch)]
+        self.pending: list[list[int]] | None = None
+        self.max_length = max_length
+        self.log: list[int] = []
+
+    @property
+    def lengths(self) -> Tensor:
+        return torch.tensor([len(row) for row in self.rows])
+
+    @property
+    def nbytes(self) -> int:
+        return 8 * sum(len(row) for row in self.rows)
+
+    def feed(self, new: list[list[int]], commit: bool) -> None:
+        assert self.pending is None, "a block is still pending"
+        for row, tokens in zip(self.rows, new, strict=True):
+            assert len(row) + len(tokens) <= self.max_length, "the cache is full"
+        self.pending = new
+        if commit:
+            for row, tokens in zip(self.rows, new, strict=True):
+                row.extend(tokens)
+            self.pending = None
+
+    def commit(self, n: int | Tensor) -> None:
+        if self.pending is None:
+            raise ValueError("nothing is pending")
+        counts = [n] * len(self.rows) if isinstance(n, int) else n.tolist()
+        for row, tokens, count in zip(self.rows, self.pending, counts, strict=True):
+            if not 0 <= count <= len(tokens):
+                raise ValueError(f"commit({count}) of {len(tokens)} rows")
+            row.extend(tokens[:count])
+        self.log += counts
+        self.pending = None
+
+    def rollback(self) -> None:
+        self.commit(0)
+
+    def select(self, rows: Tensor) -> None:
+        assert self.pending is None
+        self.rows = [self.rows[r] for r in rows.tolist()]
+
+
+class TableTarget:
+    """Order-2 Markov chain over `table` [V, V, V] of logits."""
+
+    name = "table"
+    num_layers = 1
+    tap_kinds = ("residual",)
+    device = torch.device("cpu")
+
+    def __init__(self, table: Tensor, end_token_ids: tuple[int, ...] = ()) -> None:
+        self.table = table
+        self.vocab_size = self.hidden_size = table.shape[-1]
+        self.end_token_ids = end_token_ids
+        self.dtype = table.dtype
+        self.caches: list[TableCache] = []
+        self.rows_seen = 0
+
+    @classmethod
+    def random(cls, vocab: int, seed: int, scale: float = 1.5) -> TableTarget:
+        """Mostly order 1, so that a drafter that sees one token back can be right."""
+        generator = torch.Generator().manual_seed(seed)
+        order1 = torch.randn(vocab, vocab, generator=generator)
+        order2 = torch.randn(vocab, vocab, vocab, generator=generator)
+        return cls(scale * (order1 + 0.5 * order2))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return F.one_hot(tokens, self.vocab_size).to(self.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden.float().clone()
+
+    def new_cache(self, batch: int, max_length: int) -> TableCache:
+        self.caches.append(TableCache(batch, max_length))
+        return self.caches[-1]
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: TableCache,
+        *,
+        valid: Tensor | None = None,
+        taps: TapSet | None = None,
+        commit: bool,
+    ) -> TargetOutput:
+        keep = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid
+        hidden = torch.full((*tokens.shape, self.vocab_size), torch.nan, dtype=self.dtype)
+        new = [row[kept].tolist() for row, kept in zip(tokens, keep, strict=True)]
+        for b, (past, fresh) in enumerate(zip(cache.rows, new, strict=True)):
+            text = [0, 0, *past, *fresh][-len(fresh) - 1 :]
+            pairs = torch.tensor([text[:-1], text[1:]])
+            hidden[b, keep[b]] = self.table[pairs[0], pairs[1]]
+        cache.feed(new, commit)
+        self.rows_seen += tokens.shape[1]
+        return TargetOutput(hidden, None if taps is None else self.embed(tokens))
+
+
+@dataclass
+class TableContext:
+    """What a table drafter was fed: the committed tokens, read back from the taps."""
+
+    tokens: list[int] = field(default_factory=list)
+
+
+class TableDrafter:
+    """Logits of slot k are `slots[k, anchor] + bias[previous token]`."""
+
+    taps = TAPS
+
+    def __init__(self, slots: Tensor, bias: Tensor) -> None:
+        block, vocab = slots.shape[:2]
+        self.slots = slots
+        self.config = SimpleNamespace(block_size=block, mask_token_id=vocab - 1)
+        self.markov_head = SimpleNamespace(
+            bias=lambda prev: bias[prev], embed=lambda prev: F.one_hot(prev, vocab).float()
+        )
+        self.contexts: list[TableContext] = []
+
+    @classmethod
+    def random(cls, vocab: int, block: int, seed: int, scale: float = 1.0) -> TableDrafter:
+        generator = torch.Generator().manual_seed(seed)
+        return cls(
+            scale * torch.randn(block, vocab, vocab, generator=generator),
+            scale * torch.randn(vocab, vocab, generator=generator),
+        )
+
+    @classmethod
+    def of(cls, target: TableTarget, block: int, noise: float, seed: int) -> TableDrafter:
+        """An order-1 approximation of the target: right often, but not always."""
+        vocab = target.vocab_size
+        generator = torch.Generator().manual_seed(seed)
+        slots = noise * torch.randn(block, vocab, vocab, generator=generator)
+        return cls(slots, target.table.float().mean(dim=0))
+
+    @property
+    def confidence_head(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        return lambda hidden, prev_embed: hidden.amax(dim=-1) + prev_embed.argmax(dim=-1)
+
+    def new_context(self, batch: int, max_length: int) -> TableContext:
+        assert batch == 1
+        self.contexts.append(TableContext())
+        return self.contexts[-1]
+
+    def extend(
+        self, context: TableContext, features: Tensor, counts: int | Tensor | None = None
+    ) -> None:
+        assert counts is None
+        context.tokens += features[0].argmax(dim=-1).tolist()
+
+    def block_hidden(self, block_embeds: Tensor, context: TableContext) -> Tensor:
+        block = block_embeds.argmax(dim=-1)
+        assert block.shape[1] == self.config.block_size
+        assert (block[:, 1:] == self.config.mask_token_id).all()
+        return self.slots[:, block[0, 0]].unsqueeze(0)
+
+
+class ScriptedDrafter(TableDrafter):
+    """Proposes a known text, wrong wherever `script(round, slot)` is False.
+
+    `text` is prompt plus plain greedy continuation; a wrong token is the right one plus one.
+    """
+
+    def __init__(
+        self, text: list[int], vocab: int, block: int, script: Callable[[int, int], bool]
+    ) -> None:
+        super().__init__(torch.zeros(block, vocab, vocab), torch.zeros(vocab, vocab))
+        self.text, self.vocab, self.script = text, vocab, script
+        self.round = 0
+
+    def block_hidden(self, block_embeds: Tensor, context: TableContext) -> Tensor:
+        block = self.config.block_size
+        first = len(context.tokens) + 1  # the anchor stands at len(context)
+        future = (self.text[first:] + [0] * block)[:block]
+        tokens = [t + (not self.script(self.round, k)) for k, t in enumerate(future)]
+        self.round += 1
+        return 9.0 * F.one_hot(torch.tensor([tokens]) % self.vocab, self.vocab).float()
