@@ -349,6 +349,12 @@ def test_two_prompt_sets_are_refused(pair):
         run_bench(dataclasses.replace(options(pair), prompts="nano"))
 
 
+def test_a_missing_drafter_is_named_before_the_target_is_opened(pair, tmp_path):
+    missing = dataclasses.replace(options(pair), draft=tmp_path / "no", target=tmp_path / "none")
+    with pytest.raises(UserError, match=r"no/config\.json"):
+        load_pair(missing)
+
+
 def test_no_gpu_is_said_plainly(pair):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from dspark.distill.chat import ChatFormat, RowError
 from dspark.distill.fingerprint import tokenizer_fingerprint
-from dspark.draft.checkpoint import load_drafter
+from dspark.draft.checkpoint import load_drafter, read_config
 from dspark.draft.config import TargetRecord
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
@@ -76,17 +75,20 @@ def load_pair(options: BenchOptions | EvalOptions) -> Pair:
         torch.set_num_threads(options.threads)
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"--device {options.device}: no usable GPU; `dspark doctor` says why")
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    loaded = load_target(str(options.target), dtype=dtype, device=options.device)
-    drafter = load_drafter(Path(options.draft), loaded.target).to(device=device, dtype=dtype).eval()
+    # the drafter's config first: it costs nothing, a large target takes a minute
+    config = read_config(options.draft)
+    draft_length = check_draft_length(options.draft_length, config.block_size)
+    dtype = getattr(torch, options.dtype)
+    loaded = load_target(options.target, dtype=dtype, device=options.device)
+    drafter = load_drafter(options.draft, loaded.target, dtype=dtype, device=options.device)
     chat = ChatFormat(loaded.tokenizer)
     return Pair(
         target=loaded.target,
-        drafter=drafter,
+        drafter=drafter.eval(),
         chat=chat,
         drafter_name=str(options.draft),
-        draft_length=check_draft_length(options.draft_length, drafter.config.block_size),
-        warnings=tuple(identity_warnings(drafter.config.target, chat)),
+        draft_length=draft_length,
+        warnings=tuple(identity_warnings(config.target, chat)),
     )
 
 
