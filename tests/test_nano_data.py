@@ -1,4 +1,4 @@
-"""The nano target's data: solutions that add up, disjoint splits, tokenizer, template, prompts."""
+"""The nano target's text: solutions that add up, steps that follow, disjoint splits, grading."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from dspark.errors import UserError
-from dspark.nano import chat, instructions, problems
+from dspark.nano import instructions, problems
 from dspark.nano.draw import LARGEST_FACTOR, LARGEST_RESULT, Draw, Family, Redraw
 from dspark.nano.generate import (
     SPLITS,
@@ -27,11 +22,7 @@ from dspark.nano.generate import (
     split_of,
 )
 from dspark.nano.grade import final_answer, is_correct
-from dspark.nano.overlap import THRESHOLD, EvaluationIndex, find_hits, read_questions, trigrams
-from dspark.nano.prompts import prompt_files, write_prompts
-from dspark.nano.tokenizer import VOCAB_SIZE, save_tokenizer, train_tokenizer
 
-DATA = Path(__file__).resolve().parent.parent / "data"
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 APPLY = {
     "+": lambda a, b: a + b,
@@ -41,16 +32,11 @@ APPLY = {
 }
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(DATA / "k3-nano")
-
-
 def _names(families: tuple[Family, ...]) -> list[str]:
     return [family.name for family in families]
 
 
-# -- word problems -------------------------------------------------------------------------------
+# -- word problems ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", problems.FAMILIES, ids=_names(problems.FAMILIES))
@@ -123,7 +109,7 @@ def test_wordings_vary_within_a_family() -> None:
         assert len(openings) >= 2, family.name
 
 
-# -- instructions and rows -----------------------------------------------------------------------
+# -- instructions and rows -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", instructions.FAMILIES, ids=_names(instructions.FAMILIES))
@@ -199,7 +185,7 @@ def test_share_of_instructions() -> None:
     assert abs(share - 0.14) < 0.02  # four standard errors of 0.0049
 
 
-# -- grading -------------------------------------------------------------------------------------
+# -- grading ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -217,194 +203,3 @@ def test_share_of_instructions() -> None:
 )
 def test_is_correct(text: str, answer: str, right: bool) -> None:
     assert is_correct(text, answer) is right
-
-
-# -- tokenizer and template ----------------------------------------------------------------------
-
-
-def test_special_tokens_end_the_vocabulary(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert len(tokenizer) == VOCAB_SIZE <= 4096
-    ids = tokenizer.convert_tokens_to_ids(list(chat.SPECIAL_TOKENS))
-    assert ids == list(range(VOCAB_SIZE - len(ids), VOCAB_SIZE))
-    assert tokenizer.eos_token == chat.END_OF_MESSAGE
-    assert tokenizer.bos_token == chat.BOS
-    assert tokenizer.pad_token == chat.PAD
-    assert tokenizer.mask_token == chat.MASK
-
-
-def test_digits_are_single_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    for text in ("1234567890", "x12y", " 100%", "$250.75", "3/8"):
-        tokens = tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
-        for token in tokens:
-            assert not re.search(r"\d", token) or len(token) == 1
-
-
-@settings(max_examples=200, deadline=None)
-@given(text=st.text(st.characters(blacklist_categories=["Cs"]), max_size=60))
-def test_any_text_round_trips(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_generated_text_round_trips_in_few_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
-    lengths = []
-    for index in range(500):
-        for message in row(9, index, "test").messages:
-            ids = tokenizer.encode(message["content"])
-            assert tokenizer.decode(ids) == message["content"]
-            assert max(ids) < VOCAB_SIZE - len(chat.SPECIAL_TOKENS)
-            lengths.append(len(ids))
-    assert sum(lengths) / len(lengths) < 45
-
-
-def test_template_writes_k3_messages(tokenizer: PreTrainedTokenizerBase) -> None:
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "4 * 6?"},
-        {"role": "assistant", "content": "24", "reasoning_content": "four sixes"},
-        {"role": "user", "content": " and 5 * 5?\n"},
-    ]
-    expected = (
-        '[BOS]<|open|>message role="system"<|sep|>Be brief.<|end_of_msg|>'
-        '<|open|>message role="user"<|sep|>4 * 6?<|end_of_msg|>'
-        '<|open|>message role="assistant"<|sep|>'
-        "<|open|>think<|sep|>four sixes<|close|>think<|sep|>24<|end_of_msg|>"
-        '<|open|>message role="user"<|sep|> and 5 * 5?\n<|end_of_msg|>'
-        '<|open|>message role="assistant"<|sep|>'
-    )
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert text == expected
-    assert text.endswith(chat.header("assistant"))
-
-
-def test_no_default_system_message_and_no_thinking(tokenizer: PreTrainedTokenizerBase) -> None:
-    messages = row(0, 0, "train").messages
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    question, solution = (message["content"] for message in messages)
-    assert text == (
-        f"[BOS]{chat.header('user')}{question}<|end_of_msg|>"
-        f"{chat.header('assistant')}{solution}<|end_of_msg|>"
-    )
-    assert "<|im_" not in text
-
-
-def test_one_bos_however_the_text_is_tokenised(tokenizer: PreTrainedTokenizerBase) -> None:
-    messages = row(0, 1, "train").messages
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    ids = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
-    assert ids == tokenizer(text).input_ids == tokenizer(text, add_special_tokens=False).input_ids
-    assert ids.count(tokenizer.bos_token_id) == 1
-    assert ids[0] == tokenizer.bos_token_id
-
-
-def test_assistant_mask_covers_what_the_target_must_say(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    messages = [
-        {"role": "user", "content": "Repeat red."},
-        {"role": "assistant", "content": "red", "reasoning_content": "one word"},
-        {"role": "user", "content": "red"},
-        {"role": "assistant", "content": "red"},
-    ]
-    made = tokenizer.apply_chat_template(
-        messages, return_dict=True, return_assistant_tokens_mask=True
-    )
-    said = [i for i, m in zip(made["input_ids"], made["assistant_masks"], strict=True) if m]
-    assert tokenizer.decode(said) == (
-        "<|open|>think<|sep|>one word<|close|>think<|sep|>red<|end_of_msg|>red<|end_of_msg|>"
-    )
-
-
-def test_template_refuses_an_unknown_role(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(Exception, match="unknown role critic"):
-        tokenizer.apply_chat_template([{"role": "critic", "content": "no"}], tokenize=False)
-
-
-def test_training_the_tokenizer_again_gives_the_shipped_bytes(tmp_path: Path) -> None:
-    save_tokenizer(train_tokenizer(), tmp_path)
-    for path in tmp_path.iterdir():
-        assert path.read_bytes() == (DATA / "k3-nano" / path.name).read_bytes(), path.name
-
-
-def test_too_little_text_is_refused() -> None:
-    with pytest.raises(ValueError, match="use more rows"):
-        train_tokenizer(rows=20)
-
-
-# -- overlap with evaluation questions -----------------------------------------------------------
-
-
-def test_trigrams_ignore_case_punctuation_and_the_value_of_numbers() -> None:
-    assert trigrams("Buy 3 pens, now!") == trigrams("buy 12 PENS now")
-    assert trigrams("two words") == set()
-
-
-def test_a_copied_question_with_other_numbers_is_found() -> None:
-    made = next(r for i in range(99) if "####" in (r := row(0, i, "train")).messages[1]["content"])
-    copied = re.sub(r"\d+", "77", made.messages[0]["content"])
-    hits, largest = find_hits(EvaluationIndex(["What is love?", copied]), rows=1)
-    assert largest == 1.0
-    assert [hit.evaluation for hit in hits] == [copied]
-
-
-def test_half_a_question_is_a_hit_and_a_third_is_not() -> None:
-    index = EvaluationIndex(["a b c d e f g h"])
-    assert THRESHOLD < index.closest("a b c d e x y z")[0] == 3 / 6
-    assert THRESHOLD > index.closest("a b c d x y z w")[0] == 2 / 6
-    assert index.closest("q r s t") == (0.0, "")
-
-
-def test_evaluation_files_in_every_layout(tmp_path: Path) -> None:
-    path = tmp_path / "eval.jsonl"
-    messages = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "x"}]
-    records = [{"turns": ["a", "b"]}, {"messages": messages}, {"prompt": "d"}]
-    path.write_text("\n\n".join(map(json.dumps, records)), "utf-8")
-    assert list(read_questions(path)) == ["a", "b", "c", "d"]
-    path.write_text('{"prompt": "a"}\n{"text": "b"}\n', "utf-8")
-    with pytest.raises(UserError, match=r"eval\.jsonl:2: expected a field"):
-        list(read_questions(path))
-    path.write_text("{\n", "utf-8")
-    with pytest.raises(UserError, match=r"eval\.jsonl:1: expected one JSON object"):
-        list(read_questions(path))
-
-
-# -- shipped files -------------------------------------------------------------------------------
-
-
-def test_shipped_prompts_are_what_the_generator_writes(tmp_path: Path) -> None:
-    write_prompts(tmp_path)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["test.jsonl", "train.jsonl", "validation.jsonl"]
-    for name in names:
-        assert (tmp_path / name).read_bytes() == (DATA / "prompts" / name).read_bytes(), name
-
-
-def test_prompt_files_are_disjoint_and_sized() -> None:
-    files = prompt_files()
-    questions = {name: {r["messages"][0]["content"] for r in rs} for name, rs in files.items()}
-    assert {name: len(q) for name, q in questions.items()} == {
-        "train.jsonl": 2000,
-        "validation.jsonl": 200,
-        "test.jsonl": 350,
-    }
-    assert len(set().union(*questions.values())) == 2550
-    for records in files.values():
-        for record in records:
-            assert [m["role"] for m in record["messages"]] == ["user"]
-            assert set(record) <= {"id", "family", "messages", "answer"}
-    assert sum("answer" in r and r["answer"].isdigit() for r in files["test.jsonl"]) >= 300
-
-
-def test_readme_names_every_shipped_file_with_its_hash() -> None:
-    text = (DATA / "README.md").read_text("utf-8")
-    listed = dict(re.findall(r"^\| `([^`]+)` \| [\d,]+ \| `([0-9a-f]{64})` \|", text, re.M))
-    files = [DATA / "k3-nano" / n for n in ("tokenizer.json", "tokenizer_config.json")]
-    files += [DATA / "k3-nano" / "chat_template.jinja", *(DATA / "prompts").iterdir()]
-    for path in files:
-        name = path.relative_to(DATA).as_posix()
-        assert listed[name] == hashlib.sha256(path.read_bytes()).hexdigest(), name
-
-
-def test_data_stays_small() -> None:
-    sizes = {p: p.stat().st_size for p in DATA.rglob("*") if p.is_file()}
-    assert sum(sizes.values()) <= 12 * 2**20
-    assert sum(size for p, size in sizes.items() if p.parent.name == "prompts") < 2**20
