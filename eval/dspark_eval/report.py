@@ -17,7 +17,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-MINIMUM_WIDTH = 124  # pipes and CI logs report 80 columns or none; a wrapped table is unreadable
+MINIMUM_WIDTH = 128  # pipes and CI logs report 80 columns or none; a wrapped table is unreadable
 NOT_MEASURED = "-"
 
 Run = dict[str, Any]
@@ -47,7 +47,7 @@ def print_bench(runs: Sequence[Run], console: Console | None = None) -> None:
         "speed-up\n[95 %]",
         "accepted length\n[95 %]",
         "accepted\ndrafts",
-        "milliseconds of a round\ndraft + verify + other",
+        "ms per round\ndraft + verify + other",
         "same\ntext",
     ):
         table.add_column(name, justify="right", no_wrap=True)
@@ -58,7 +58,7 @@ def print_bench(runs: Sequence[Run], console: Console | None = None) -> None:
         table.add_row(peer["name"].replace(" (", "\n("), _rate(peer["tokens_per_s"]), *[""] * 5)
     console.print(table)
     for line in _bench_notes(runs):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _add_run(table: Table, run: Run) -> None:
@@ -151,7 +151,7 @@ def print_eval(document: dict[str, Any], console: Console | None = None) -> None
         chances = " ".join(_number(value, 2) for value in suite["conditional_acceptance"])
         console.print(f"{name}: conditional acceptance by position {chances}", highlight=False)
     for warning in document["warnings"]:
-        console.print(f"warning: {warning}", highlight=False)
+        console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
 
 
 def _console() -> Console:
