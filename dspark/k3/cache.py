@@ -244,11 +244,10 @@ class K3Cache:
         """Accept the first n rows of the pending block: one number, or int64 [B], one per batch row.
 
         Raises:
-            RuntimeError: no block is pending.
-            ValueError: a number outside 0..T, or beyond a batch row's real rows.
+            ValueError: no block is pending; a number outside 0..T, or beyond a batch row's real rows.
         """
         if self._pending is None:
-            raise RuntimeError("no block is pending: there is nothing to commit")
+            raise ValueError("no block is pending: there is nothing to commit")
         self._check(n, self._pending)
         for layer in self.layers:
             if isinstance(layer, KDAState):
