@@ -10,6 +10,8 @@ DEMO_RUN ?= runs/demo
 export OMP_WAIT_POLICY := passive
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# Byte code is made for what gets imported, when it is; for all of torch it takes half a minute.
+INSTALL := pip install --quiet --no-compile
 TEST_BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
@@ -46,16 +48,16 @@ clean:  ## remove environments, caches and builds; runs/ stays
 # and much larger one.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet torch==2.13.0
-	$(VENV)/bin/python -m pip install --quiet -e ".[dev]" -c constraints.txt
+	$(VENV)/bin/python -m $(INSTALL) torch==2.13.0
+	$(VENV)/bin/python -m $(INSTALL) -e ".[dev]" -c constraints.txt
 	touch $@
 
 $(VENV)/.oracles: $(VENV)/.installed requirements/oracles.txt
-	$(VENV)/bin/python -m pip install --quiet --no-deps -r requirements/oracles.txt
+	$(VENV)/bin/python -m $(INSTALL) --no-deps -r requirements/oracles.txt
 	touch $@
 
 $(DEMO_VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(DEMO_VENV)/bin/python || $(PYTHON) -m venv $(DEMO_VENV)
-	$(DEMO_VENV)/bin/python -m pip install --quiet torch==2.13.0
-	$(DEMO_VENV)/bin/python -m pip install --quiet -e . -c constraints.txt
+	$(DEMO_VENV)/bin/python -m $(INSTALL) torch==2.13.0
+	$(DEMO_VENV)/bin/python -m $(INSTALL) -e . -c constraints.txt
 	touch $@
