@@ -68,6 +68,21 @@ def test_rows_that_only_pad_the_table_are_accepted() -> None:
     assert compare_tokenizers(plain(), padded) is None
 
 
+def test_a_hole_in_the_table_is_not_padding() -> None:
+    vocab = plain().get_vocab()
+    unmerged = next(token for token in vocab if len(token) == 1 and ord(token) > 0x120)
+
+    def mark(state: dict) -> None:
+        end = next(token for token in state["added_tokens"] if token["content"] == "<|end|>")
+        state["added_tokens"].append({**end, "content": unmerged, "id": vocab[unmerged]})
+
+    def drop(state: dict) -> None:
+        del state["model"]["vocab"][unmerged]
+
+    found = refused(edited(plain(), mark), edited(plain(), drop))
+    assert found == f"token id {vocab[unmerged]} is {unmerged!a} in one and None in the other"
+
+
 def test_an_extra_word_at_the_end_is_not_padding() -> None:
     longer = plain()
     longer.add_tokens(["apples"])

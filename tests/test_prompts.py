@@ -198,6 +198,7 @@ def test_repaired_text_is_always_utf8(text: str) -> None:
     [
         (b'{"prompt": "a"', "not JSON"),
         (b"prompt: a", "not JSON"),
+        (b'\xef\xbb\xbf{"prompt": "a"}', "not JSON"),  # a mark belongs to the file's start
         (b'{"prompt": "a\x00b"}', "not JSON"),
         (b'{"prompt": "\xff"}', "not UTF-8"),
         (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "JSON that cannot be read"),

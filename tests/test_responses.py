@@ -170,6 +170,18 @@ def test_truncation_keeps_what_fits_and_the_minimum_is_exact(k3: Pair) -> None:
         assert all(len(r.ids) <= first + kept for r in rows)
 
 
+def test_a_prompt_must_leave_room_for_the_minimum(k3: Pair) -> None:
+    tokenizer, target = k3
+    prompts = [ask(1, "q"), ask(2, "what is the total?")]
+    longest = len(ChatFormat(tokenizer).prompt_ids(prompts[1].messages))
+    dropped = build_rows(target, tokenizer, prompts, replace(SETTINGS, max_length=longest + 1))
+    assert dropped.dropped == {"prompt-too-long": ("p.jsonl:2",)}
+    assert [row.line for row in dropped.rows] == [1]
+    kept = build_rows(target, tokenizer, prompts, replace(SETTINGS, max_length=longest + 2))
+    assert [row.line for row in kept.rows] == [1, 2]
+    assert kept.rows[1].supervised == 2
+
+
 def test_rows_with_an_inexact_mask_are_counted_not_guessed() -> None:
     tokenizer = small.qwen3()
     target = target_of(tokenizer, "<|im_end|>")

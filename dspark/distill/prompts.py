@@ -119,22 +119,21 @@ def read_prompts(files: Sequence[Path], *, strict: bool = False) -> PromptSet:
     skipped: list[SkippedLine] = []
     repaired: list[tuple[str, int]] = []
     later_turns = 0
-    for path in files:
-        for line, value in _json_lines(Path(path)):
-            try:
-                messages, dropped_turns = _parse(value)
-            except SkipRow as problem:
-                if strict:
-                    raise UserError(
-                        f"{path}:{line}: {problem}; strict reading skips nothing"
-                    ) from None
-                skipped.append(SkippedLine(str(path), line, problem.reason))
-                continue
-            messages, metadata, replaced = _repair(messages, value)
-            if replaced:
-                repaired.append((str(path), line))
-            later_turns += dropped_turns
-            rows.append(PromptRow(str(path), line, messages, metadata))
+    lines = ((str(path), *item) for path in files for item in _json_lines(Path(path)))
+    for file, line, value in lines:
+        try:
+            messages, dropped_turns = _parse(value)
+        except SkipRow as problem:
+            if strict:
+                message = f"{file}:{line}: {problem}; strict reading skips nothing"
+                raise UserError(message) from None
+            skipped.append(SkippedLine(file, line, problem.reason))
+            continue
+        messages, metadata, replaced = _repair(messages, value)
+        if replaced:
+            repaired.append((file, line))
+        later_turns += dropped_turns
+        rows.append(PromptRow(file, line, messages, metadata))
     read = len(rows) + len(skipped)
     report = ReadReport(read, len(rows), tuple(skipped), tuple(repaired), later_turns)
     if not rows:
@@ -147,13 +146,13 @@ def read_prompts(files: Sequence[Path], *, strict: bool = False) -> PromptSet:
 def _json_lines(path: Path) -> Iterator[tuple[int, object]]:
     """Yield (line number, value); bytes are split at LF only, so U+2028 in a string is safe."""
     try:
-        with path.open("rb") as stream:
-            for number, raw in enumerate(stream, start=1):
-                data = raw.removeprefix(_BYTE_ORDER_MARK) if number == 1 else raw
-                if data.strip():
-                    yield number, _json_value(path, number, data)
+        content = path.read_bytes()
     except OSError as problem:
         raise UserError(f"{path}: cannot be read ({problem.strerror})") from problem
+    lines = content.removeprefix(_BYTE_ORDER_MARK).split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield number, _json_value(path, number, line)
 
 
 def _json_value(path: Path, number: int, data: bytes) -> object:
