@@ -307,12 +307,33 @@ def test_values_spread_to_the_option_before_them() -> None:
     assert spread(["bench", "--draft", "a", "b"]) == ["bench", "--draft", "a", "b"]
 
 
+def _assert_exists(run: Run, line: str) -> None:
+    """Every option of a written command line is one that the command has."""
+    command, *rest = line.split("#")[0].split()
+    code, out, _ = run(command, "--help")
+    assert code == 0, line
+    for option in (word for word in rest if word.startswith("--")):
+        assert re.search(rf"{option}\b", out), line
+
+
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
 def test_documented_commands_exist(run: Run, document: str) -> None:
     text = (REPO / document).read_text(encoding="utf-8")
     for line in re.findall(r"^ +dspark (.+)$", text, flags=re.MULTILINE):
-        command, *rest = line.split("#")[0].split()
-        code, out, _ = run(command, "--help")
-        assert code == 0, line
-        for option in (word for word in rest if word.startswith("--")):
-            assert re.search(rf"{option}\b", out), f"{document}: {line}"
+        _assert_exists(run, line)
+
+
+def test_the_demo_uses_commands_that_exist(run: Run, tmp_path: Path) -> None:
+    listing = subprocess.run(
+        ["make", "-n", "demo", f"DEMO_VENV={tmp_path}", f"DEMO_RUN={tmp_path / 'run'}"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    lines = re.findall(r"-m dspark (.+)$", listing.replace("\\\n", " "), flags=re.MULTILINE)
+    assert [line.split()[0] for line in lines] == ["distill", "bench"]
+    for line in lines:
+        _assert_exists(run, line)
+    # a bare, newer torch is several times the size: the pinned one comes first, on its own
+    assert listing.index("torch==2.13.0") < listing.index("-c constraints.txt")
