@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dspark.draft.attention import Rotary
 from dspark.draft.config import DraftConfig
+from dspark.draft.packed import PackedWeights
 
 
 class DraftContext:
@@ -29,6 +30,8 @@ class DraftContext:
         max_length: Longest text in tokens that will be appended to one row.
         device: Where the buffers live.
         dtype: Dtype of keys and values.
+        weights: The drafter's weights, as they are now: keys of one set of weights and queries of
+            another do not belong together, so a context keeps the set it was made with.
     """
 
     def __init__(
@@ -38,10 +41,11 @@ class DraftContext:
         max_length: int,
         device: torch.device,
         dtype: torch.dtype,
+        weights: PackedWeights,
     ) -> None:
         if batch < 1 or max_length < 1:
             raise ValueError(f"batch {batch} and max_length {max_length} must both be at least 1")
-        self.batch, self.max_length = batch, max_length
+        self.batch, self.max_length, self.weights = batch, max_length, weights
         capacity = max_length + config.block_size
         shape = (config.num_layers, batch, config.num_key_value_heads, capacity, config.head_dim)
         # Zeros, not empty: rows behind a length are masked, and 0 * NaN would still be NaN.

@@ -68,9 +68,14 @@ class DSparkDrafter(nn.Module):
         return self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
 
     def new_context(self, batch: int, max_length: int) -> DraftContext:
-        """An empty context for `batch` texts of at most `max_length` tokens."""
+        """An empty context for `batch` texts of at most `max_length` tokens.
+
+        It drafts with the weights of this moment; after training further, make a new one.
+        """
         weight = self.fc.weight
-        return DraftContext(self.config, batch, max_length, weight.device, weight.dtype)
+        return DraftContext(
+            self.config, batch, max_length, weight.device, weight.dtype, self._pack()
+        )
 
     @torch.no_grad()
     def extend(
@@ -100,7 +105,7 @@ class DSparkDrafter(nn.Module):
             )
             features = features.masked_fill(dropped[..., None], 0)
         if features.shape[1]:
-            packed, config = self._pack(), self.config
+            packed, config = context.weights, self.config
             heads = (2, config.num_layers, config.num_key_value_heads, config.head_dim)
             projected = F.linear(self.features(features), packed.context).unflatten(-1, heads)
             keys, values = projected.permute(2, 3, 0, 1, 4, 5)  # each [L, B, n, J, K]
@@ -135,7 +140,6 @@ class DSparkDrafter(nn.Module):
                 f"block of shape [{batch}, {slots}]: batch {context.batch} and the trained block "
                 f"size {self.config.block_size} are needed; cut a shorter draft from the full block"
             )
-        packed = self._pack()
         length, mask = context.common_length, None
         if length is not None:
             positions = None
@@ -148,7 +152,7 @@ class DSparkDrafter(nn.Module):
             columns = torch.arange(end, device=block_embeds.device)
             mask = (columns < context.lengths[:, None] + slots)[:, None, None]
         hidden = block_embeds.to(self.fc.weight.dtype).reshape(batch * slots, width)
-        for index, layer in enumerate(packed.layers):
+        for index, layer in enumerate(context.weights.layers):
             keys, values = context.keys[index], context.values[index]
             qk, v = self._block_heads(hidden, layer, (batch, slots))
             qk = rotary.turn(qk)

@@ -2,8 +2,9 @@
 
 Drafting at batch 1 multiplies eight rows, so time goes into the number of calls. Query, key and
 value of a layer become one matrix, gate and up another, and the keys and values that all layers
-take from a context feature a third. Packing copies the weights; the copies are rebuilt when any
-weight was replaced, moved or updated in place since, and are never part of a checkpoint.
+take from a context feature a third. Packing copies the weights. Every new context asks for the
+copies and they are rebuilt if any weight was replaced, moved or updated in place since; they are
+never part of a checkpoint.
 
 Letters: L layers, D hidden, H query heads, J key heads, K head dim, F MLP width.
 """
@@ -21,7 +22,7 @@ from dspark.draft.attention import DraftLayer
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """Weights of one layer, transposed for `addmm` where a residual is added.
+    """Weights of one layer; those that add to the residual are transposed for `addmm`.
 
     qkv [(H+2J)*K, D]; qk_norm [H+J, K], the per-head norm weights of queries then keys;
     output [H*K, D]; gate_up [2F, D]; down [F, D]; attention_norm, mlp_norm [D].
@@ -73,9 +74,9 @@ def _pack_layer(layer: DraftLayer) -> PackedLayer:
                 attention.k_norm.weight.expand(attention.key_heads, -1),
             )
         ),
-        output=attention.o_proj.weight.detach().t(),
+        output=attention.o_proj.weight.t().contiguous(),
         gate_up=torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)),
-        down=mlp.down_proj.weight.detach().t(),
+        down=mlp.down_proj.weight.t().contiguous(),
         attention_norm=layer.input_layernorm.weight.detach(),
         mlp_norm=layer.post_attention_layernorm.weight.detach(),
     )
