@@ -339,6 +339,30 @@ def test_one_precision_throughout_in_bfloat16() -> None:
     assert (drafted.float() - reference).abs().max() < 0.05 * reference.abs().max()
 
 
+def test_mixed_precision_training_moves_every_master_weight() -> None:
+    """bf16 products over fp32 weights: outputs near fp32's, gradients in fp32 and finite."""
+    drafter = make_drafter()
+    arguments = (
+        torch.randn(1, 12, TAP_WIDTH),
+        torch.ones(1, 12, dtype=torch.bool),
+        torch.randn(1, 2, 8, SMALL.hidden_size),
+        torch.tensor([[4, 9]]),
+        torch.ones(1, 2, dtype=torch.bool),
+    )
+    reference = drafter.train_hidden(*arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = drafter.train_hidden(*arguments)
+    assert (hidden - reference).abs().max() < 0.05 * reference.abs().max()
+    hidden.float().square().sum().backward()
+    for name, parameter in drafter.named_parameters():
+        if name.startswith(("markov_head", "confidence_head")):
+            continue
+        assert parameter.grad is not None, name
+        assert parameter.grad.dtype == torch.float32
+        assert torch.isfinite(parameter.grad).all()
+        assert (parameter.grad != 0).float().mean() > 0.99, name
+
+
 def test_wrong_use_is_refused() -> None:
     drafter = make_drafter()
     context = drafter.new_context(1, 10)

@@ -28,11 +28,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over the last dimension, statistics in fp32, as Qwen3 does it.
 
     Below fp32 the normalised value is rounded to x's dtype before the weight is applied, which is
-    what checkpoints in this layout were trained with.
+    what checkpoints in this layout were trained with. An fp32 weight is applied in fp32 even then:
+    near 1 a bf16 weight would swallow most of what training changes.
     """
     if x.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
-    return weight.to(x.dtype) * F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)
+    return weight * F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
