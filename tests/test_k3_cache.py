@@ -232,7 +232,7 @@ def play(
     return texts
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.sampled_from([1, 3, 21]), rounds())
 def test_any_rounds_leave_the_state_of_the_committed_text(
     length: int, script: list[tuple[int, list[int]]]
