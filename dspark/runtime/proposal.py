@@ -60,10 +60,17 @@ class MarkovHead(Protocol):
 class Drafter(Protocol):
     """A block drafter, as far as the runtime knows one. Contexts are opaque here."""
 
-    config: BlockConfig
-    taps: TapSet
-    markov_head: MarkovHead
-    confidence_head: Callable[[Tensor, Tensor], Tensor] | None
+    @property
+    def config(self) -> BlockConfig: ...
+
+    @property
+    def taps(self) -> TapSet: ...
+
+    @property
+    def markov_head(self) -> MarkovHead: ...
+
+    @property
+    def confidence_head(self) -> Callable[[Tensor, Tensor], Tensor] | None: ...
 
     def new_context(self, batch: int, max_length: int) -> Any:
         """Empty draft context for `batch` rows of at most `max_length` committed tokens."""
