@@ -143,7 +143,7 @@ def train(
     """
     progress = _restore(trainer, config, rows_digest, console)
     total = trainer.schedule.total_steps
-    console.print(_plan(trainer), highlight=False, markup=False)
+    console.print(_plan(trainer), highlight=False, markup=False, soft_wrap=True)
     with (
         Reporter("distilling", total, done=progress.step, console=console) as reporter,
         _stop_on_signal(trainer, reporter),

@@ -35,17 +35,17 @@ from dspark.distill.chat import ChatFormat
 from dspark.distill.config import DistillConfig, load_config
 from dspark.distill.evaluate import decode_held_out, decoding_prompts, disagreement
 from dspark.distill.fingerprint import tokenizer_fingerprint
-from dspark.distill.loop import FREE_SECTIONS, Evaluate, train
+from dspark.distill.loop import CHECKPOINTS, FREE_SECTIONS, Evaluate, train
 from dspark.distill.processes import Processes
 from dspark.distill.prompts import read_prompts
-from dspark.distill.state import check_same_settings, explain_full_disk
+from dspark.distill.state import Progress, check_same_settings, explain_full_disk
 from dspark.distill.trainer import Trainer
 from dspark.draft.checkpoint import save_drafter
 from dspark.draft.config import DraftConfig, TargetRecord, default_tap_ids
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, atomic_write_text
-from dspark.runtime.k3_target import load_target
+from dspark.runtime.k3_target import LoadedTarget, load_target
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,14 +69,18 @@ def run_distill(
     if not processes.is_main:
         console = Console(quiet=True)
     out = Path(config.out.dir)
-    _claim(out, config, resume, processes)
-
+    _check_folder(out, config, resume)
     dtype = getattr(torch, config.target.dtype)
     loaded = load_target(config.target.name, dtype=dtype, device=processes.device)
     target_digest = folder_digest(loaded.path)
     files = prompt_files(config)
     prompts = read_prompts(files, strict=config.data.strict)
-    console.print(prompts.report.summary(), highlight=False, markup=False)
+    console.print(prompts.report.summary(), highlight=False, markup=False, soft_wrap=True)
+    drafter = new_drafter(config, loaded.target, loaded.tokenizer).to(processes.device)
+    processes.same_weights(drafter)
+    if processes.is_main:  # everything the user wrote has been checked: from here on it is a run
+        with explain_full_disk(out):
+            atomic_write_text(out / RUN_FILE, config.to_yaml())
     answered = answer_prompts(
         out / "rows",
         loaded.target,
@@ -87,11 +91,9 @@ def run_distill(
         processes=processes,
         console=console,
     )
-    console.print(answered.summary(), highlight=False, markup=False)
+    console.print(answered.summary(), highlight=False, markup=False, soft_wrap=True)
     rows = hold_out(answered, config.data.held_out, config.train.seed)
 
-    drafter = new_drafter(config, loaded.target, loaded.tokenizer).to(processes.device)
-    processes.same_weights(drafter)
     trainer = Trainer(loaded.target, drafter, rows.training, config.train, processes)
     progress = train(
         trainer,
@@ -101,26 +103,38 @@ def run_distill(
         console=console,
     )
     if processes.is_main:
-        provenance = Provenance(
-            target=config.target.name,
-            target_digest=target_digest,
-            tokenizer_hash=tokenizer_fingerprint(loaded.tokenizer),
-            template_hash=ChatFormat(loaded.tokenizer, thinking=config.data.thinking).fingerprint,
-            prompt_files=[(path.name, _file_digest(path)) for path in files],
-            rows_digest=rows.digest,
-            training_rows=len(rows.training),
-            supervised_tokens=sum(row.supervised for row in rows.training),
-            held_out_rows=len(rows.held_out),
-            parameters=sum(p.numel() for p in drafter.parameters()),
-            steps=progress.step,
-            epochs=config.train.epochs,
-            seed=config.train.seed,
-            processes=processes.world,
-        )
+        provenance = _provenance(config, loaded, target_digest, files, rows, trainer, progress)
         write_drafter_folder(out, drafter, progress.history, provenance)
-        console.print(f"drafter written to {out}", highlight=False, markup=False)
+        console.print(f"drafter written to {out}", highlight=False, markup=False, soft_wrap=True)
     processes.wait()
     return out
+
+
+def _provenance(
+    config: DistillConfig,
+    loaded: LoadedTarget,
+    target_digest: str,
+    files: Sequence[Path],
+    rows: RunRows,
+    trainer: Trainer,
+    progress: Progress,
+) -> Provenance:
+    return Provenance(
+        target=config.target.name,
+        target_digest=target_digest,
+        tokenizer_hash=tokenizer_fingerprint(loaded.tokenizer),
+        template_hash=ChatFormat(loaded.tokenizer, thinking=config.data.thinking).fingerprint,
+        prompt_files=[(path.name, _file_digest(path)) for path in files],
+        rows_digest=rows.digest,
+        training_rows=len(rows.training),
+        supervised_tokens=sum(row.supervised for row in rows.training),
+        held_out_rows=len(rows.held_out),
+        parameters=sum(p.numel() for p in trainer.drafter.parameters()),
+        steps=progress.step,
+        epochs=config.train.epochs,
+        seed=config.train.seed,
+        processes=trainer.processes.world,
+    )
 
 
 def prompt_files(config: DistillConfig) -> list[Path]:
@@ -216,23 +230,18 @@ def write_drafter_folder(
         shutil.rmtree(fresh)
 
 
-def _claim(out: Path, config: DistillConfig, resume: bool, processes: Processes) -> None:
-    """Make the run folder ours, or check that it already is."""
+def _check_folder(out: Path, config: DistillConfig, resume: bool) -> None:
+    """Refuse a folder that holds another run, or none to resume. Answers alone are no run."""
     path = out / RUN_FILE
     if resume:
         if not path.is_file():
             raise UserError(f"{path}: no run to resume here; start one without --resume")
         stored = load_config(path)
         check_same_settings(path, stored.to_dict(), config.to_dict(), FREE_SECTIONS)
-    elif path.exists():
+    elif any((out / CHECKPOINTS).glob("step-*")) or (out / "config.json").exists():
         raise UserError(
-            f"{path}: a run lives here; continue it with --resume, or choose another --out"
+            f"{out}: a run lives here; continue it with --resume, or choose another --out"
         )
-    processes.wait()
-    if processes.is_main and not resume:
-        with explain_full_disk(out):
-            out.mkdir(parents=True, exist_ok=True)
-            atomic_write_text(path, config.to_yaml())
 
 
 def _mask_token(config: DistillConfig, target: Target, tokenizer: PreTrainedTokenizerBase) -> int:

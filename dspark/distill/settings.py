@@ -68,8 +68,8 @@ class DataSettings:
     max_new_tokens: int = option(224, "longest answer, in tokens")
     max_length: int = option(320, "longest row (prompt and answer), in tokens; longer ones drop")
     min_supervised: int = option(4, "rows with fewer supervised tokens are dropped")
-    batch_size: int = option(64, "prompts answered at once")
-    held_out: int = option(48, "rows kept away from training, for evaluation")
+    batch_size: int = option(128, "prompts answered at once")
+    held_out: int = option(32, "rows kept away from training, for evaluation")
 
     def __post_init__(self) -> None:
         _check_at_least("data", self, 1, "max_prompts", "max_new_tokens", "batch_size")
@@ -121,11 +121,11 @@ class DrafterSettings:
 class TrainSettings:
     """Loss, batch and optimiser. One optimiser step is one global batch of `rows_per_step` rows."""
 
-    epochs: int = option(3, "passes over the training rows")
+    epochs: int = option(1, "passes over the training rows")
     max_steps: int | None = option(None, "end the schedule at this step; null: epochs only")
-    rows_per_step: int = option(16, "rows in one optimiser step, over all processes")
-    micro_rows: int = option(16, "rows in one forward pass; a memory limit, nothing else")
-    anchors: int = option(32, "blocks trained per row")
+    rows_per_step: int = option(8, "rows in one optimiser step, over all processes")
+    micro_rows: int = option(8, "rows in one forward pass; a memory limit, nothing else")
+    anchors: int = option(64, "blocks trained per row")
     lr: float = option(1.5e-3, "peak learning rate")
     beta1: float = option(0.9, "AdamW decay of the first moment")
     beta2: float = option(0.95, "AdamW decay of the second moment")
@@ -139,7 +139,7 @@ class TrainSettings:
     confidence: float = option(1.0, "weight of the confidence loss")
     confidence_detach: bool = option(False, "stop the confidence gradient before the backbone")
     decay: float = option(4.0, "slot k weighs exp(-k / decay)")
-    chunk: int = option(1024, "supervised slots whose logits exist at once")
+    chunk: int = option(4096, "supervised slots whose logits exist at once")
     seed: int = option(0, "decides initial weights, row order, anchors and answers")
     log_every: int = option(5, "steps between records in training.json")
 
@@ -169,8 +169,8 @@ class TrainSettings:
 class EvalSettings:
     """What is measured while training."""
 
-    every: int = option(100, "steps between evaluations; the last step is always evaluated")
-    prompts: int = option(16, "held-out prompts decoded with the real loop")
+    every: int = option(75, "steps between evaluations; the last step is always evaluated")
+    prompts: int = option(12, "held-out prompts decoded with the real loop")
     max_new_tokens: int = option(96, "longest answer decoded")
     temperatures: tuple[float, ...] = option((0.0, 1.0), "sampling temperatures decoded at")
     draft_length: int = option(7, "proposals per round, at most drafter.block_size")
@@ -190,7 +190,7 @@ class OutSettings:
     """Where the run lives."""
 
     dir: str = option("runs/nano-drafter", "run folder; becomes the drafter's checkpoint folder")
-    checkpoint_every: int = option(100, "steps between resumable checkpoints")
+    checkpoint_every: int = option(50, "steps between resumable checkpoints")
     keep: int = option(2, "resumable checkpoints kept")
 
     def __post_init__(self) -> None:
