@@ -56,16 +56,19 @@ class ShardReader:
             by_file[self.files[name]].append(name)
         for file_name in sorted(by_file):
             with self._open(file_name) as file:
-                held = set(file.keys())
+                self._check_held(file_name, by_file[file_name], set(file.keys()))
                 for name in by_file[file_name]:
-                    if name not in held:
-                        raise UserError(
-                            f"{self.folder / file_name}: {name} is not in this file although "
-                            f"{INDEX_FILE} says so; download the file again"
-                        )
                     tensor = file.get_tensor(name)
                     self.bytes_read += tensor.nbytes
                     yield name, tensor
+
+    def _check_held(self, file_name: str, names: Sequence[str], held: set[str]) -> None:
+        absent = [name for name in names if name not in held]
+        if absent:
+            raise UserError(
+                f"{self.folder / file_name}: {absent[0]} is not in this file although "
+                f"{INDEX_FILE} says so; download the file again"
+            )
 
     def _open(self, name: str) -> Any:
         if name not in self.opened:
