@@ -265,5 +265,18 @@ def test_decoding_starts_where_answers_begin() -> None:
     assert decoding_prompts(rows, 1) == [[1, 2]]
 
 
+def test_a_terminal_gets_a_bar_and_a_log_gets_lines_only(
+    target_folder: Path, prompt_file: Path, tmp_path: Path
+) -> None:
+    screen = io.StringIO()
+    config = settings(target_folder, prompt_file, tmp_path / "a", train__max_steps=2)
+    run_distill(config, console=Console(file=screen, force_terminal=True, width=160))
+    for piece in ("answering", "distilling", "2/2", "loss", "accepted", "tok/s", "left"):
+        assert piece in screen.getvalue()
+    log = distill(settings(target_folder, prompt_file, tmp_path / "b", train__max_steps=2))
+    assert "\x1b" not in log
+    assert len([line for line in log.splitlines() if line.startswith("step ")]) == 1
+
+
 def test_sections_that_may_change_are_the_ones_without_effect_on_weights() -> None:
     assert loop.FREE_SECTIONS == ("out", "eval")

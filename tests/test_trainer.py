@@ -166,11 +166,23 @@ def test_a_window_with_nothing_to_learn_changes_nothing() -> None:
     assert not made.optimiser.state_tensors()
 
 
+@pytest.mark.parametrize("detach", [True, False])
+def test_the_confidence_gradient_reaches_the_backbone_only_where_it_may(detach: bool) -> None:
+    def backbone(**changes: Any) -> dict[str, Tensor]:
+        made = trainer(clip=1e9, **changes)
+        gradient_of_a_step(made)
+        named = made.drafter.named_parameters()
+        return {n: p.grad.clone() for n, p in named if "confidence" not in n}  # type: ignore[union-attr]
+
+    with_head = backbone(confidence=1.0, confidence_detach=detach)
+    assert same(with_head, backbone(confidence=0.0)) is detach
+
+
 # --- precision, faults ---------------------------------------------------------------------------
 
 
 def test_bf16_compute_moves_norm_weights_because_masters_are_float32() -> None:
-    made = trainer(epochs=50, lr=1e-3, precision="bf16")
+    made = trainer(epochs=50, lr=1e-3, precision="bf16", rows_per_step=4, anchors=2)
     for step in range(200):
         made.run_step(step)
     moved, total = 0, 0
