@@ -1,24 +1,27 @@
 """The only switch between plain torch and Triton.
 
-``DSPARK_OPS`` is ``auto`` (default), ``torch`` or ``triton``. Every op has a plain-torch reference. Asking
-for ``triton`` is an error where an op has no Triton kernel or no GPU can run one (``TRITON_INTERPRET=1``
-counts as a GPU): a run that was asked to measure a kernel must never measure another one in silence.
+``DSPARK_OPS`` is ``auto`` (default), ``torch`` or ``triton``. Every op has a plain-torch
+reference. Asking for ``triton`` is an error where an op has no Triton kernel or no GPU can run one
+(``TRITON_INTERPRET=1`` counts as a GPU): a run that was asked to measure a kernel must never
+measure another one in silence.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import cache
 from dataclasses import dataclass
+from functools import cache
 
 import torch
-from dspark_kernels import kda
 from torch import Tensor
 
 from dspark.errors import UserError
+from dspark_kernels import kda
 
 MODES = ("auto", "torch", "triton")
+KDA_CHUNK = kda.CHUNK
+"""Rows up to which `kda_step` is the better form."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,9 @@ def _choose(name: str, mode: str) -> str:
     usable, why = triton_usable()
     if mode == "triton":
         if _OPS[name].triton is None:
-            raise UserError(f"DSPARK_OPS=triton, but {name} has no Triton kernel; use DSPARK_OPS=auto or torch")
+            raise UserError(
+                f"DSPARK_OPS=triton, but {name} has no Triton kernel; use DSPARK_OPS=auto or torch"
+            )
         if not usable:
             raise UserError(f"DSPARK_OPS=triton, but Triton cannot run here: {why}")
     if mode == "torch" or _OPS[name].triton is None or not usable:
@@ -80,5 +85,6 @@ def kda_chunk(
 def kda_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, keep: int
 ) -> tuple[Tensor, Tensor]:
-    """KDA over a few rows, keeping the state of the first ``keep``; see ``dspark_kernels.kda.step``."""
+    """KDA over a few rows, keeping the state of the first ``keep``; see
+    ``dspark_kernels.kda.step``."""
     return _implementation("kda_step")(q, k, v, g, beta, state, keep)

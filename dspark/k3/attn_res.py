@@ -1,20 +1,20 @@
-"""Attention Residuals: a layer reads a learned softmax mixture of earlier block sums, not one running sum.
+"""Attention Residuals: a layer reads a softmax mixture of earlier block sums, not one running sum.
 
-For a read with norm weight w_n and query row w_p, over V = [bank_0, .., bank_n-1, prefix] in float32:
+For a read with norm weight w_n and query row w_p, over V = [bank_0, .., bank_n-1, prefix], float32:
 
     score_j = sum_d w_p w_n V_j / sqrt(mean V_j^2 + eps) ;  out = sum_j softmax(score)_j V_j
 
-Keys are normed, values are raw. The prefix is the sum of the sublayer outputs since the last block boundary:
-it starts again from nothing every ``attn_res_block_size`` layers, when its old value joins the bank.
+Keys are normed, values are raw. The prefix is the sum of the sublayer outputs since the last block
+boundary: it starts again from nothing every ``attn_res_block_size`` layers, when its old value
+joins the bank.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dspark.k3.layers import RMSNorm
+from dspark.k3.layers import RMSNorm, rms
 
 
 def mix(prefix: Tensor | None, bank: Tensor | None, norm: RMSNorm, query: nn.Linear) -> Tensor:
@@ -34,6 +34,5 @@ def mix(prefix: Tensor | None, bank: Tensor | None, norm: RMSNorm, query: nn.Lin
     entries = bank if prefix is None else torch.cat((bank, prefix.unsqueeze(-2)), dim=-2)
     values = entries.float()
     key_weight = (query.weight[0] * norm.weight).float()
-    scores = F.rms_norm(values, key_weight.shape, key_weight, norm.eps).sum(-1, keepdim=True)
-    return (scores.softmax(dim=-2) * values).sum(-2).to(entries.dtype)
-
+    scores = torch.matmul(values, key_weight) / rms(values, norm.eps).squeeze(-1)
+    return torch.matmul(scores.softmax(dim=-1).unsqueeze(-2), values).squeeze(-2).to(entries.dtype)

@@ -1,16 +1,19 @@
-"""Everything a batch of requests owns inside the target: KDA states, convolution windows, MLA latents, lengths.
+"""What a batch of requests owns in the target: KDA states, convolution windows, latents, lengths.
 
-A block of rows enters through ``begin`` and stays pending until ``commit(n)`` says how many of its first rows
-were accepted (``rollback`` is ``commit(0)``). Nothing is undone, because nothing was done:
+A block of rows enters through ``begin`` and stays pending until ``commit(n)`` says how many of its
+first rows were accepted (``rollback`` is ``commit(0)``). Nothing is undone: nothing was done.
 
-- a KDA layer keeps its committed state and the block's inputs (k, v, g, beta); the next forward folds the
-  accepted ones in while it reads its own rows (replay). No state is ever copied;
-- a convolution keeps the block's rows behind its window; committing picks the last ones before the cut;
+- a KDA layer keeps its committed state and the block's inputs (k, v, g, beta); the next forward
+  folds the accepted ones in while it reads its own rows (replay). No state is ever copied;
+- a convolution keeps the block's rows behind its window; committing picks the last ones before the
+  cut;
 - an MLA layer wrote its latents after the committed ones; committing moves the length.
 
-Rows that are padding (beyond a batch row's count) have beta = 0 and g = 0, which leaves a state as it is.
+Rows that are padding (beyond a batch row's count) have beta = 0 and g = 0, which leaves a state as
+it is.
 
-Letters: B batch, T rows of a block, H heads, K key width, V value width, C convolution channels, L slots.
+Letters: B batch, T rows of a block, H heads, K key width, V value width, C convolution channels,
+L slots.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from dspark_kernels.kda import CHUNK
 from torch import Tensor
 
 from dspark import ops
@@ -29,8 +31,9 @@ from dspark.k3.config import K3Config
 class Block:
     """The rows of one forward and where they stand.
 
-    ``counts`` [B] is the number of real rows per batch row, None when all T are real. ``start`` is the
-    common committed length where all batch rows share one, else None; ``lengths`` [B] always holds them.
+    ``counts`` [B] is the number of real rows per batch row, None when all T are real. ``start`` is
+    the common committed length where all batch rows share one, else None; ``lengths`` [B] always
+    holds them.
     """
 
     rows: int
@@ -76,10 +79,14 @@ class KDAInputs:
 class KDAState:
     """State [B, H, K, V] float32 and convolution window [B, W-1, C] of one KDA layer."""
 
-    def __init__(self, config: K3Config, batch: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: K3Config, batch: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         H, K = config.kda_num_heads, config.kda_head_dim
         self.state = torch.zeros(batch, H, K, K, dtype=torch.float32, device=device)
-        self.window = torch.zeros(batch, config.kda_conv_size - 1, 3 * H * K, dtype=dtype, device=device)
+        self.window = torch.zeros(
+            batch, config.kda_conv_size - 1, 3 * H * K, dtype=dtype, device=device
+        )
         self.replay: KDAInputs | None = None
         self._pending: KDAInputs | None = None
         self._pending_rows: Tensor | None = None
@@ -89,10 +96,11 @@ class KDAState:
         return torch.cat((self.window, rows_BTC), dim=1)
 
     def advance(self, q: Tensor, new: KDAInputs, windowed: Tensor, block: Block) -> Tensor:
-        """Outputs [B, T, H, V] of the block's rows; ``windowed`` is what ``with_window`` returned."""
+        """Outputs [B, T, H, V] of the block's rows; ``windowed`` is what ``with_window``
+        returned."""
         if block.counts is not None:
             new = new.first(block.counts)
-        if block.commit and new.rows > CHUNK:
+        if block.commit and new.rows > ops.KDA_CHUNK:
             self.fold()
             out, self.state = ops.kda_chunk(q, new.k, new.v, new.g, new.beta, self.state)
         else:
@@ -129,7 +137,8 @@ class KDAState:
             self.window = windowed.gather(1, index.unsqueeze(-1).expand(-1, -1, windowed.shape[2]))
 
     def commit(self, n: int | Tensor) -> None:
-        assert self._pending is not None and self._pending_rows is not None
+        assert self._pending is not None
+        assert self._pending_rows is not None
         self._move_window(self._pending_rows, n)
         accepted = self._pending.first(n)
         self.replay = accepted if accepted.rows else None
@@ -158,7 +167,8 @@ class LatentState:
         self.latents = torch.zeros(batch, length, width, dtype=dtype, device=device)
 
     def write(self, rows_BTX: Tensor, block: Block) -> Tensor:
-        """Put the block's latents after the committed ones; returns every visible slot [B, visible, X]."""
+        """Put the block's latents after the committed ones; returns every visible slot [B,
+        visible, X]."""
         if block.start is not None:
             self.latents[:, block.start : block.start + block.rows] = rows_BTX
         else:
@@ -184,7 +194,12 @@ class K3Cache:
     """
 
     def __init__(
-        self, config: K3Config, batch: int, max_length: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: K3Config,
+        batch: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.max_length = max_length
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -210,7 +225,8 @@ class K3Cache:
         visible = self._longest + rows
         if visible > self.max_length:
             raise ValueError(
-                f"{rows} new rows after {self._longest} tokens exceed the cache's max_length {self.max_length}"
+                f"{rows} new rows after {self._longest} tokens exceed the cache's max_length, "
+                f"{self.max_length}"
             )
         return Block(
             rows, counts, commit, self._uniform, self.lengths, visible, self._mask(rows, visible)
@@ -241,10 +257,12 @@ class K3Cache:
         self._uniform = self._longest if shortest == self._longest else None
 
     def commit(self, n: int | Tensor) -> None:
-        """Accept the first n rows of the pending block: one number, or int64 [B], one per batch row.
+        """Accept the first n rows of the pending block: one number, or int64 [B], one per batch
+        row.
 
         Raises:
-            ValueError: no block is pending; a number outside 0..T, or beyond a batch row's real rows.
+            ValueError: no block is pending; a number outside 0..T, or beyond a batch row's real
+            rows.
         """
         if self._pending is None:
             raise ValueError("no block is pending: there is nothing to commit")
@@ -258,9 +276,15 @@ class K3Cache:
     @staticmethod
     def _check(n: int | Tensor, block: Block) -> None:
         limit = block.rows if block.counts is None else block.counts
-        ok = (0 <= n) & (n <= limit) if not isinstance(n, int) or block.counts is not None else 0 <= n <= limit
+        ok = (
+            (n >= 0) & (n <= limit)
+            if not isinstance(n, int) or block.counts is not None
+            else 0 <= n <= limit
+        )
         if not bool(ok.all() if isinstance(ok, Tensor) else ok):
-            raise ValueError(f"cannot accept {n} rows of a block with {limit}; expected 0 to that many")
+            raise ValueError(
+                f"cannot accept {n} rows of a block with {limit}; expected 0 to that many"
+            )
 
     def rollback(self) -> None:
         """Accept nothing of the pending block."""
@@ -289,4 +313,7 @@ class K3Cache:
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor the cache holds, replay rows included."""
-        return sum(layer.nbytes for layer in self.layers) + self.lengths.numel() * self.lengths.element_size()
+        return (
+            sum(layer.nbytes for layer in self.layers)
+            + self.lengths.numel() * self.lengths.element_size()
+        )

@@ -1,4 +1,4 @@
-"""Configuration of Kimi K3's text decoder, and of plain Kimi-Linear, read from the published config.json.
+"""Configuration of Kimi K3's text decoder and of plain Kimi-Linear, as published.
 
 The published file nests the text model under ``text_config`` (model_type ``kimi_k3``), lists layers
 1-based, and hides the KDA sizes in ``linear_attn_config``. Everything here is 0-based and explicit.
@@ -73,12 +73,17 @@ class K3Config:
     def __post_init__(self) -> None:
         bad = [i for i in self.full_attention_layers if not 0 <= i < self.num_hidden_layers]
         if bad:
-            raise UserError(f"full-attention layers {bad} lie outside 0..{self.num_hidden_layers - 1}")
+            raise UserError(
+                f"full-attention layers {bad} lie outside 0..{self.num_hidden_layers - 1}"
+            )
         if self.hidden_act not in ("situ", "silu"):
-            raise UserError(f"hidden_act {self.hidden_act!r} is not supported; expected situ or silu")
+            raise UserError(
+                f"hidden_act {self.hidden_act!r} is not supported; expected situ or silu"
+            )
         if self.num_experts and not 0 < self.num_experts_per_token <= self.num_experts:
             raise UserError(
-                f"num_experts_per_token is {self.num_experts_per_token}; expected 1..{self.num_experts}"
+                f"num_experts_per_token is {self.num_experts_per_token}; "
+                f"expected 1..{self.num_experts}"
             )
 
     @property
@@ -98,7 +103,8 @@ class K3Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> K3Config:
-        """Read a published ``config.json``: ``kimi_k3`` with nested text config, or ``kimi_linear``.
+        """Read a published ``config.json``: ``kimi_k3`` with nested text config, or
+        ``kimi_linear``.
 
         Raises:
             UserError: another model type, a missing key, or a feature this decoder does not have.
@@ -178,12 +184,19 @@ def _read_text_config(text: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write_text_config(config: K3Config) -> dict[str, Any]:
     names = {f.name for f in fields(K3Config)} - _DERIVED
-    text: dict[str, Any] = {"model_type": "kimi_linear", **{k: getattr(config, k) for k in sorted(names)}}
+    text: dict[str, Any] = {
+        "model_type": "kimi_linear",
+        **{k: getattr(config, k) for k in sorted(names)},
+    }
     text |= {theirs: getattr(config, ours) for theirs, ours in _RENAMED.items()}
-    text["linear_attn_config"] = {theirs: getattr(config, ours) for theirs, ours in _KDA_KEYS.items()}
+    text["linear_attn_config"] = {
+        theirs: getattr(config, ours) for theirs, ours in _KDA_KEYS.items()
+    }
     text["linear_attn_config"] |= {
         "full_attn_layers": [i + 1 for i in config.full_attention_layers],
-        "kda_layers": [i + 1 for i in range(config.num_hidden_layers) if not config.is_full_attention(i)],
+        "kda_layers": [
+            i + 1 for i in range(config.num_hidden_layers) if not config.is_full_attention(i)
+        ],
     }
     text |= {
         "num_key_value_heads": config.num_attention_heads,
@@ -261,7 +274,11 @@ def _refuse_unsupported(text: Mapping[str, Any]) -> None:
     }
     for key, allowed in expected.items():
         if key in text and text[key] not in allowed:
-            raise UserError(f"config.json: {key} is {text[key]!r}; this decoder supports {allowed[0]!r} only")
+            raise UserError(
+                f"config.json: {key} is {text[key]!r}; this decoder supports {allowed[0]!r} only"
+            )
     heads, kv_heads = text.get("num_attention_heads"), text.get("num_key_value_heads")
     if kv_heads not in (None, heads):
-        raise UserError(f"config.json: num_key_value_heads is {kv_heads}; MLA needs {heads} (one per head)")
+        raise UserError(
+            f"config.json: num_key_value_heads is {kv_heads}; MLA needs {heads} (one per head)"
+        )

@@ -1,7 +1,8 @@
 """The KDA layer: projections, short convolution, gate, recurrence, gated norm, output.
 
-    q, k, v = silu(conv4(x W_q)), ..;  q = q / |q| K^-1/2;  k = k / |k|          |x| = sqrt(sum x^2 + 1e-6)
-    g = lower_bound * sigmoid(exp(A) (x W_fa W_fb + dt))     in (lower_bound, 0); or -exp(A) softplus(..) without bound
+    q, k, v = silu(conv4(x W_q)), ..;  q = q / |q| K^-1/2;  k = k / |k|;  |x| = sqrt(sum x^2 + 1e-6)
+    g = lower_bound * sigmoid(exp(A) (x W_fa W_fb + dt))  in (lower_bound, 0)
+        or, without a bound, -exp(A) softplus(x W_fa W_fb + dt)
     beta = sigmoid(x W_b);  o = recurrence;  y = (RMSNorm(o) * sigmoid(x W_g)) W_o
 
 Gate, decay, recurrence and norm run in float32. The recurrence is ``dspark_kernels.kda``.
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from dspark import ops
 from dspark.k3.cache import Block, KDAInputs, KDAState
 from dspark.k3.config import K3Config
-from dspark.k3.layers import Packable, linear
+from dspark.k3.layers import Packable, linear, rms_norm
 
 L2_EPS = 1e-6
 
@@ -38,7 +39,7 @@ class GatedNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps) * gate.float().sigmoid()
+        return rms_norm(x.float(), self.weight.float(), self.eps) * gate.float().sigmoid()
 
 
 class KDA(Packable):
@@ -49,7 +50,9 @@ class KDA(Packable):
         D, H, K = config.hidden_size, config.kda_num_heads, config.kda_head_dim
         self.config, self.heads, self.width = config, H, K
         self.q_proj, self.k_proj, self.v_proj = (linear(D, H * K) for _ in range(3))
-        self.q_conv1d, self.k_conv1d, self.v_conv1d = (ShortConv(H * K, config.kda_conv_size) for _ in range(3))
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (
+            ShortConv(H * K, config.kda_conv_size) for _ in range(3)
+        )
         self.A_log = nn.Parameter(torch.empty(H))
         self.dt_bias = nn.Parameter(torch.empty(H * K))
         self.f_a_proj, self.f_b_proj = linear(D, K), linear(K, H * K)
@@ -67,29 +70,28 @@ class KDA(Packable):
 
     def pack_(self) -> None:
         super().pack_()
-        # q, k and v share one convolution call: their rows are adjacent in the packed product
-        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        packed = torch.cat([conv.weight.detach() for conv in convs])
-        for i, conv in enumerate(convs):
-            rows = conv.weight.shape[0]
-            conv.weight.data = packed[i * rows : (i + 1) * rows]
-        self._packed_conv = packed
+        self._packed_taps = self._conv_taps().detach()
 
     def forward(self, x: Tensor, state: KDAState | None, block: Block | None) -> Tensor:
-        """x [B, T, D] -> [B, T, D]. Without a state: a whole sequence from nothing, for training."""
+        """x [B, T, D] -> [B, T, D]. Without a state: a whole sequence from nothing, for
+        training."""
         B, T, _ = x.shape
         q, k, v, gate, f_a, b = self._project(x)
         if not self.config.kda_full_rank_output_gate:
             gate = self.g_b_proj(gate)
         rows = torch.cat((q, k, v), dim=-1)
-        windowed = state.with_window(rows) if state is not None else F.pad(rows, (0, 0, self._window, 0))
+        windowed = (
+            state.with_window(rows) if state is not None else F.pad(rows, (0, 0, self._window, 0))
+        )
         q, k, v = self._convolve(windowed, T).view(B, T, 3, self.heads, self.width).unbind(2)
         q, k = _unit(q) * self.width**-0.5, _unit(k)
         new = KDAInputs(k, v, self._log_decay(f_a), b.float().sigmoid())
         if state is not None and block is not None:
             out = state.advance(q, new, windowed, block)
         else:
-            zero = torch.zeros(B, self.heads, self.width, self.width, dtype=torch.float32, device=x.device)
+            zero = torch.zeros(
+                B, self.heads, self.width, self.width, dtype=torch.float32, device=x.device
+            )
             out, _ = ops.kda_chunk(q, new.k, new.v, new.g, new.beta, zero)
         out = self.o_norm(out, gate.view(B, T, self.heads, self.width))
         return self.o_proj(out.to(x.dtype).flatten(2))
@@ -100,19 +102,23 @@ class KDA(Packable):
 
     def _convolve(self, windowed: Tensor, rows: int) -> Tensor:
         """silu of y_t = sum_i w_i u_{t-3+i} over window and rows, [B, T, 3 H K] float32."""
-        if self._packed is not None:
-            weight = self._packed_conv
-        else:
-            weight = torch.cat((self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight))
-        u, w = windowed.float(), weight.float()[:, 0]
-        out = u[:, :rows] * w[:, 0]
-        for i in range(1, w.shape[1]):
-            out = torch.addcmul(out, u[:, i : i + rows], w[:, i])
+        w = self._packed_taps if self._packed is not None else self._conv_taps()
+        u = windowed.float()
+        out = u[:, :rows] * w[0]
+        for i in range(1, w.shape[0]):
+            out = torch.addcmul(out, u[:, i : i + rows], w[i])
         return F.silu(out)
+
+    def _conv_taps(self) -> Tensor:
+        """The weights of the three convolutions by tap, [W, 3 H K] float32."""
+        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        return torch.cat([conv.weight[:, 0].float() for conv in convs]).t().contiguous()
 
     def _log_decay(self, f_a: Tensor) -> Tensor:
         """g [B, T, H, K] float32."""
-        f = (self.f_b_proj(f_a).float() + self.dt_bias.float()).unflatten(-1, (self.heads, self.width))
+        f = (self.f_b_proj(f_a).float() + self.dt_bias.float()).unflatten(
+            -1, (self.heads, self.width)
+        )
         rate = self.A_log.float().exp().unsqueeze(-1)
         bound = self.config.kda_gate_lower_bound
         if bound is None:

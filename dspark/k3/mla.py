@@ -1,12 +1,13 @@
 """Multi-head latent attention without rotary positions, with an elementwise output gate.
 
     q = RMSNorm(x W_qa) W_qb = [q_n | q_p] per head;  [c | k_p] = x W_kva;  c = RMSNorm(c)
-    expanded:  [k_n | v]_h = c W_kvb,h ;  s = (q_n k_n + q_p k_p) / sqrt(n + p) ;  o_h = softmax(s) v
-    absorbed:  s = ((q_n W_k,h) c + q_p k_p) / sqrt(n + p) ;  o_h = W_v,h (softmax(s) c)
+    expanded:  [k_n | v]_h = c W_kvb,h;  s = (q_n k_n + q_p k_p) / sqrt(n + p);  o_h = softmax(s) v
+    absorbed:  s = ((q_n W_k,h) c + q_p k_p) / sqrt(n + p);  o_h = W_v,h (softmax(s) c)
     y = (o * sigmoid(x W_g)) W_o
 
-Nothing is rotated (NoPE): order enters through the KDA layers and the causal mask alone. The cache holds
-c and k_p only; ``absorbed`` reads them as they are, so a decode step never expands keys or values.
+Nothing is rotated (NoPE): order enters through the KDA layers and the causal mask alone. The cache
+holds c and k_p only; ``absorbed`` reads them as they are, so a decode step never expands keys or
+values.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ from dspark.k3.layers import LORA_NORM_EPS, Packable, RMSNorm, linear
 
 
 class MLA(Packable):
-    """One gated NoPE MLA layer. Letters: R latent rank, n nope width, p shared-key width, v value width."""
+    """One gated NoPE MLA layer. Letters: R latent rank, n nope width, p shared-key width, v value
+    width."""
 
     def __init__(self, config: K3Config) -> None:
         super().__init__()
         D, H, R = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
         self.config, self.heads = config, H
-        self.nope, self.rope, self.value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        self.nope, self.rope, self.value = (
+            config.qk_nope_head_dim,
+            config.qk_rope_head_dim,
+            config.v_head_dim,
+        )
         if config.q_lora_rank is None:
             self.q_proj = linear(D, H * (self.nope + self.rope))
         else:
@@ -44,7 +50,11 @@ class MLA(Packable):
 
     def _packable(self) -> list[nn.Linear]:
         query = self.q_proj if self.config.q_lora_rank is None else self.q_a_proj
-        return [query, self.kv_a_proj_with_mqa, *([self.g_proj] if self.config.mla_output_gate else [])]
+        return [
+            query,
+            self.kv_a_proj_with_mqa,
+            *([self.g_proj] if self.config.mla_output_gate else []),
+        ]
 
     def forward(self, x: Tensor, state: LatentState | None, block: Block | None) -> Tensor:
         """x [B, T, D] -> [B, T, D]. Without a state: a whole causal sequence, for training."""
@@ -66,7 +76,8 @@ class MLA(Packable):
         return self.o_proj(out)
 
     def expanded(self, q: Tensor, c: Tensor, k_p: Tensor) -> Tensor:
-        """Causal attention over whole sequences: q [B, H, T, n+p], c [B, T, R], k_p [B, T, p] -> [B, H, T, v]."""
+        """Causal attention over whole sequences: q [B, H, T, n+p], c [B, T, R], k_p [B, T, p] ->
+        [B, H, T, v]."""
         B, T, _ = c.shape
         kv = self.kv_b_proj(c).view(B, T, self.heads, self.nope + self.value).transpose(1, 2)
         k_n, v = kv.split((self.nope, self.value), dim=-1)
@@ -74,12 +85,15 @@ class MLA(Packable):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
 
     def absorbed(self, q: Tensor, latents: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention over cached latents [B, L, R+p]; mask [B or 1, T, L] bool. Softmax in float32."""
+        """Attention over cached latents [B, L, R+p]; mask [B or 1, T, L] bool. Softmax in
+        float32."""
         B, H, T, _ = q.shape
         w = self.kv_b_proj.weight.view(H, self.nope + self.value, -1)
         q_n, q_p = q.split((self.nope, self.rope), dim=-1)
         q_latent = torch.cat((torch.matmul(q_n, w[:, : self.nope]), q_p), dim=-1) * self.scale
-        scores = torch.matmul(q_latent.reshape(B, H * T, -1), latents.transpose(1, 2)).view(B, H, T, -1)
+        scores = torch.matmul(q_latent.reshape(B, H * T, -1), latents.transpose(1, 2)).view(
+            B, H, T, -1
+        )
         if mask is not None:
             scores = scores.masked_fill(~mask.unsqueeze(1), -torch.inf)
         weights = scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype)

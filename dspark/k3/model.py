@@ -5,13 +5,15 @@ With Attention Residuals (block size b), for each layer l:
     h = mix(prefix, bank);  if l % b == 0: bank gains prefix, prefix restarts
     prefix += Attn(norm(h));  prefix += MLP(norm(mix(prefix, bank)))
 
-and the head reads norm(mix(prefix, bank)) after the last layer. Without them (Kimi-Linear) the prefix is the
-ordinary residual stream. Module names are the published tensor names.
+and the head reads norm(mix(prefix, bank)) after the last layer. Without them (Kimi-Linear) the
+prefix is the ordinary residual stream. Module names are the published tensor names.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +42,15 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = GatedMLP(config, config.intermediate_size)
         if config.attn_res_block_size is not None:
-            self.self_attention_res_norm, self.self_attention_res_proj = RMSNorm(D, eps), linear(D, 1)
+            self.self_attention_res_norm, self.self_attention_res_proj = (
+                RMSNorm(D, eps),
+                linear(D, 1),
+            )
             self.mlp_res_norm, self.mlp_res_proj = RMSNorm(D, eps), linear(D, 1)
 
-    def attend(self, h: Tensor, state: KDAState | LatentState | None, block: Block | None) -> Tensor:
+    def attend(
+        self, h: Tensor, state: KDAState | LatentState | None, block: Block | None
+    ) -> Tensor:
         return self.self_attn(self.input_layernorm(h), state, block)
 
     def transform(self, h: Tensor) -> Tensor:
@@ -64,16 +71,22 @@ class K3Model(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i) for i in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.attn_res_block_size is not None:
             self.output_attn_res_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.output_attn_res_proj = linear(config.hidden_size, 1)
 
+    @property
+    def decoder_layers(self) -> Sequence[DecoderLayer]:
+        return cast("Sequence[DecoderLayer]", self.layers)
+
     def forward(
         self, tokens: Tensor, cache: K3Cache | None, block: Block | None, taps: TapSet | None
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """tokens [B, T] -> the input of the final norm [B, T, D], and the tapped tensors by layer id."""
+        """tokens [B, T] -> input of the final norm [B, T, D], and the taps by layer id."""
         x = self.embed_tokens(tokens)
         states = cache.layers if cache is not None else [None] * len(self.layers)
         if self.config.attn_res_block_size is None:
@@ -88,7 +101,7 @@ class K3Model(nn.Module):
         taps: TapSet | None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
         tapped: dict[int, Tensor] = {}
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.decoder_layers):
             x = x + layer.attend(x, states[i], block)
             x = x + layer.transform(x)
             if taps is not None and i in taps.layer_ids:
@@ -108,11 +121,11 @@ class K3Model(nn.Module):
         tapped: dict[int, Tensor] = {}
         prefix: Tensor | None = x
         bank: Tensor | None = None
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.decoder_layers):
             h = layer.read_attention(prefix, bank)
             if not raw and i - 1 in wanted:
                 tapped[i - 1] = h
-            if i % block_size == 0:
+            if prefix is not None and i % block_size == 0:
                 entry = prefix.unsqueeze(-2)
                 bank, prefix = (entry if bank is None else torch.cat((bank, entry), dim=-2)), None
             out = layer.attend(h, states[i], block)
@@ -161,41 +174,41 @@ class K3ForCausalLM(nn.Module):
         Args:
             tokens: [B, T] int64.
             cache: continues the requests in it; None runs whole sequences from nothing.
-            valid: [B, T] bool, False at padding, on either side; None: every row is real. Without a cache
+            valid: [B, T] bool, False at padding, on either side; None: every row is real. Without
+                a cache
                 only right padding is possible, and padding rows return values that mean nothing.
             taps: which hidden states to return; their kind must be one of ``tap_kinds``.
             commit: False leaves the rows pending in the cache until ``cache.commit(n)``.
 
         Returns:
-            Last hidden state after the final norm [B, T, D] (times ``lm_head`` = logits), and the taps
-            concatenated in ascending layer id [B, T, N D] or None.
+            Last hidden state after the final norm [B, T, D] (times ``lm_head`` = logits), and the
+            taps side by side in ascending layer id [B, T, N D] or None.
 
         Raises:
-            ValueError: a tap kind or layer id that this model does not have; left padding without a cache.
+            ValueError: a tap kind or layer id that this model does not have; left padding without
+            a cache.
         """
         self._check_taps(taps)
         if cache is None:
             if valid is not None and not bool((valid[:, :-1] >= valid[:, 1:]).all()):
                 raise ValueError("without a cache only right padding is possible")
-            return self._finish(*self.model(tokens, None, None, taps), taps)
+            return self._run(tokens, None, None, taps)
         if valid is None:
-            block = cache.begin(tokens.shape[1], None, commit)
-            hidden, tapped = self._finish(*self.model(tokens, cache, block, taps), taps)
-            cache.finish(block)
-            return hidden, tapped
-        # real rows first: inside the decoder padding stands on the right, whatever the caller's side
+            return self._run(tokens, cache, cache.begin(tokens.shape[1], None, commit), taps)
+        # real rows first: inside the decoder padding stands on the right
         order = torch.argsort(~valid, dim=1, stable=True)
         block = cache.begin(tokens.shape[1], valid.sum(1), commit)
-        hidden, tapped = self._finish(*self.model(tokens.gather(1, order), cache, block, taps), taps)
-        cache.finish(block)
+        hidden, tapped = self._run(tokens.gather(1, order), cache, block, taps)
         back = torch.argsort(order, dim=1).unsqueeze(-1)
-        return hidden.gather(1, back.expand_as(hidden)), (
-            None if tapped is None else tapped.gather(1, back.expand_as(tapped))
-        )
+        hidden = hidden.gather(1, back.expand_as(hidden))
+        return hidden, None if tapped is None else tapped.gather(1, back.expand_as(tapped))
 
-    def _finish(
-        self, last: Tensor, tapped: dict[int, Tensor], taps: TapSet | None
+    def _run(
+        self, tokens: Tensor, cache: K3Cache | None, block: Block | None, taps: TapSet | None
     ) -> tuple[Tensor, Tensor | None]:
+        last, tapped = self.model(tokens, cache, block, taps)
+        if cache is not None and block is not None:
+            cache.finish(block)
         joined = None if taps is None else torch.cat([tapped[i] for i in taps.layer_ids], dim=-1)
         return self.model.norm(last), joined
 
@@ -203,10 +216,13 @@ class K3ForCausalLM(nn.Module):
         if taps is None:
             return
         if taps.kind not in self.tap_kinds:
-            raise ValueError(f"this model has no {taps.kind} taps; expected one of {', '.join(self.tap_kinds)}")
+            raise ValueError(
+                f"this model has no {taps.kind} taps; expected one of {', '.join(self.tap_kinds)}"
+            )
         if taps.layer_ids[-1] >= self.config.num_hidden_layers:
             raise ValueError(
-                f"tap layer id {taps.layer_ids[-1]} is out of range; expected 0..{self.config.num_hidden_layers - 1}"
+                f"tap layer id {taps.layer_ids[-1]} is out of range; "
+                f"expected 0..{self.config.num_hidden_layers - 1}"
             )
 
     def pack_(self) -> None:
@@ -217,7 +233,8 @@ class K3ForCausalLM(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """A fresh start for training: normal(0, initializer_range), zero reads, spread decay rates."""
+        """A fresh start for training: normal(0, initializer_range), zero reads, spread decay
+        rates."""
         for name, p in self.named_parameters():
             if name.endswith(("res_proj.weight", "e_score_correction_bias")):
                 p.zero_()

@@ -3,9 +3,9 @@
     s = sigmoid(x W_r) in float32;  choose the top k of s + bias;  w = s / (sum s + 1e-20) * scaling
     z = x W_down;  y = RMSNorm(sum_e w_e E_e(z));  out = y W_up + shared(x)
 
-The correction bias only chooses: the weights come from s without it. The norm stands between the expert sum
-and the up-projection, so partial sums must be complete before it. Kimi-Linear is the same without the latent
-space (W_down, W_up and the norm are the identity).
+The correction bias only chooses: the weights come from s without it. The norm stands between the
+expert sum and the up-projection, so partial sums must be complete before it. Kimi-Linear is the
+same without the latent space (W_down, W_up and the norm are the identity).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from dspark.k3.config import K3Config
 from dspark.k3.layers import GatedMLP, RMSNorm, activation, linear
 
 DENSE_EXPERTS_NUMEL = 2**20
-"""Below this many expert weights a layer computes every expert: the launches cost more than the bytes."""
+"""Below this many expert weights a layer computes every expert: the launches cost more than the
+bytes."""
 
 
 class Router(nn.Module):
@@ -28,16 +29,24 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
-        self.e_score_correction_bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
+        self.e_score_correction_bias = nn.Parameter(
+            torch.zeros(config.num_experts), requires_grad=False
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [n, D] -> weights [n, k] float32 and expert ids [n, k] int64."""
         scores = F.linear(x.float(), self.weight.float()).sigmoid()
-        chosen = (scores + self.e_score_correction_bias).topk(self.config.num_experts_per_token, dim=-1).indices
+        chosen = (
+            (scores + self.e_score_correction_bias)
+            .topk(self.config.num_experts_per_token, dim=-1)
+            .indices
+        )
         weights = scores.gather(-1, chosen)
         if self.config.moe_renormalize:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * self.config.routed_scaling_factor, chosen
+        if self.config.routed_scaling_factor != 1.0:
+            weights = weights * self.config.routed_scaling_factor
+        return weights, chosen
 
 
 class Experts(nn.Module):
@@ -56,7 +65,8 @@ class Experts(nn.Module):
         self.w2.data = self.w2.data.transpose(1, 2).contiguous().transpose(1, 2)
 
     def forward(self, z: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """z [n, L], weights and chosen [n, k] -> weighted sum of the chosen experts' outputs [n, L]."""
+        """z [n, L], weights and chosen [n, k] -> weighted sum of the chosen experts' outputs [n,
+        L]."""
         if self.w1.numel() <= DENSE_EXPERTS_NUMEL:
             return self._all(z, weights, chosen)
         return self._chosen(z, weights, chosen)
@@ -75,7 +85,9 @@ class Experts(nn.Module):
         """Every expert in three products, weighted by zero where not chosen: no gather, no loop."""
         E, I, L = self.w1.shape  # noqa: E741
         gate, up = F.linear(z, self.w1.view(E * I, L)), F.linear(z, self.w3.view(E * I, L))
-        dense = torch.zeros(z.shape[0], E, dtype=weights.dtype, device=z.device).scatter(1, chosen, weights)
+        dense = torch.zeros(z.shape[0], E, dtype=weights.dtype, device=z.device).scatter(
+            1, chosen, weights
+        )
         hidden = self.act(gate, up).view(-1, E, I) * dense.to(z.dtype).unsqueeze(-1)
         return torch.matmul(hidden.view(-1, E * I), self.w2.transpose(1, 2).reshape(E * I, L))
 
@@ -96,14 +108,18 @@ class LatentMoE(nn.Module):
             self.routed_expert_norm = RMSNorm(L, config.rms_norm_eps)
         self.normed = config.latent_moe_norm
         if config.num_shared_experts:
-            self.shared_experts = GatedMLP(config, config.moe_intermediate_size * config.num_shared_experts)
+            self.shared_experts = GatedMLP(
+                config, config.moe_intermediate_size * config.num_shared_experts
+            )
         self.shared = config.num_shared_experts > 0
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         flat = x.reshape(-1, x.shape[-1])
         weights, chosen = self.gate(flat)
-        y = self.experts(self.routed_expert_down_proj(flat) if self.latent else flat, weights, chosen)
+        y = self.experts(
+            self.routed_expert_down_proj(flat) if self.latent else flat, weights, chosen
+        )
         if self.normed:
             y = self.routed_expert_norm(y)
         if self.latent:

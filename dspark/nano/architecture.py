@@ -1,7 +1,8 @@
 """The shape of k3-nano: every feature of Kimi K3 in fewer than five million parameters.
 
-Nine layers (KDA x3, MLA, KDA x3, MLA, MLA: two MLA layers at the end, as K3 ends), a dense first MLP and
-eight LatentMoE layers, Attention Residuals in blocks of three, SiTU, full-rank output gates, untied head.
+Nine layers (KDA x3, MLA, KDA x3, MLA, MLA: two MLA layers at the end, as K3 ends), a dense first
+MLP and eight LatentMoE layers, Attention Residuals in blocks of three, SiTU, full-rank output
+gates, untied head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The training corpus of k3-nano in memory: chats as token rows, made by all cores from the seed."""
+"""The training corpus of k3-nano: chats as token rows in memory, made by all cores."""
 
 from __future__ import annotations
 
@@ -39,12 +39,16 @@ class Corpus:
         return self.tokens.shape[0]
 
     def to(self, device: torch.device) -> Corpus:
-        return replace(self, tokens=self.tokens.to(device), prompt_lengths=self.prompt_lengths.to(device))
+        return replace(
+            self, tokens=self.tokens.to(device), prompt_lengths=self.prompt_lengths.to(device)
+        )
 
     @classmethod
     def build(cls, tokenizer: PreTrainedTokenizerBase, seed: int, rows: int, length: int) -> Corpus:
         """Rows 0.. of the training split; those longer than ``length`` + 1 tokens are left out."""
-        tasks = [(seed, i, min(i + ROWS_PER_TASK, rows), length) for i in range(0, rows, ROWS_PER_TASK)]
+        tasks = [
+            (seed, i, min(i + ROWS_PER_TASK, rows), length) for i in range(0, rows, ROWS_PER_TASK)
+        ]
         context = multiprocessing.get_context("fork")
         with context.Pool(os.cpu_count(), initializer=_start, initargs=(tokenizer,)) as pool:
             parts = pool.map(_rows, tasks)

@@ -69,7 +69,7 @@ class Draw:
     def chance(self, probability: float) -> bool:
         return self._random() < probability
 
-    def int(self, low: int, high: int) -> int:
+    def whole(self, low: int, high: int) -> int:
         """A whole number from `low` to `high`, both included."""
         return low + int(self._random() * (high - low + 1))
 
@@ -81,7 +81,7 @@ class Draw:
         if 2 * count > len(options):
             pool = list(options)
             for i in range(count):
-                j = self.int(i, len(pool) - 1)
+                j = self.whole(i, len(pool) - 1)
                 pool[i], pool[j] = pool[j], pool[i]
             return pool[:count]
         chosen: list[T] = []

@@ -129,7 +129,7 @@ def _decorate(d: Draw) -> str:
 
 def _solution(d: Draw) -> str:
     """The steps in one of four layouts, then the final answer."""
-    style = d.int(0, 9)
+    style = d.whole(0, 9)
     if style < 5 or len(d.sentences) == 1:
         lines = d.sentences
     elif style < 8:

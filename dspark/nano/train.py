@@ -2,12 +2,14 @@
 
     python -m dspark.nano.train --out runs/nano --device cuda
 
-writes the checkpoint to ``runs/nano/k3-nano``. Seeded and resumable: rows are a pure function of the seed,
-the batch of a step is a pure function of (seed, step), and everything else a step depends on is saved every
-``save_every`` steps. On one GPU the defaults take about 15 minutes; on a CPU they take days.
+writes the checkpoint to ``runs/nano/k3-nano``. Seeded and resumable: rows are a pure function of
+the seed, the batch of a step is a pure function of (seed, step), and everything else a step
+depends on is saved every ``save_every`` steps. On one GPU the defaults take about 15 minutes; on a
+CPU they take days.
 
-Loss: cross-entropy of the next token, weight 1 on the assistant's tokens (end of message included) and
-``prompt_weight`` on the user's. AdamW, linear warm-up, cosine to zero; float32 with TF32 products.
+Loss: cross-entropy of the next token, weight 1 on the assistant's tokens (end of message included)
+and ``prompt_weight`` on the user's. AdamW, linear warm-up, cosine to zero; float32 with TF32
+products.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +30,10 @@ from torch import Tensor
 from dspark.errors import UserError
 from dspark.files import atomic_folder, read_json
 from dspark.k3.checkpoint import save_k3
+from dspark.k3.kda import KDA
+from dspark.k3.mla import MLA
 from dspark.k3.model import K3ForCausalLM
+from dspark.k3.moe import LatentMoE
 from dspark.nano.architecture import nano_config
 from dspark.nano.corpus import Corpus, load_tokenizer
 
@@ -37,7 +43,7 @@ class Recipe:
     """Everything that decides the weights."""
 
     seed: int = 0
-    steps: int = 4500
+    steps: int = 4600
     rows_per_step: int = 512
     length: int = 176
     """Tokens per row, padded; longer rows are left out of the corpus."""
@@ -67,8 +73,11 @@ def batch_rows(recipe: Recipe, rows: int, step: int) -> Tensor:
     return order[place * recipe.rows_per_step : (place + 1) * recipe.rows_per_step]
 
 
-def loss_of(model: K3ForCausalLM, tokens: Tensor, prompt_lengths: Tensor, pad: int, prompt_weight: float) -> Tensor:
-    """Weighted mean next-token loss of rows [B, length + 1]; position i is the user's if i < prompt length."""
+def loss_of(
+    model: K3ForCausalLM, tokens: Tensor, prompt_lengths: Tensor, pad: int, prompt_weight: float
+) -> Tensor:
+    """Weighted mean next-token loss of rows [B, length + 1]; position i is the user's if i <
+    prompt length."""
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     hidden, _ = model(inputs)
     logits = model.lm_head(hidden).flatten(0, 1)
@@ -79,13 +88,28 @@ def loss_of(model: K3ForCausalLM, tokens: Tensor, prompt_lengths: Tensor, pad: i
 
 
 def parameter_groups(model: K3ForCausalLM, weight_decay: float) -> list[dict[str, object]]:
-    """Decay matrices only: not norms, biases, decay rates, convolutions or Attention Residuals queries."""
-    decayed, plain = [], []
+    """Decay matrices only: not norms, biases, decay rates, convolutions or Attention Residuals
+    queries."""
+    decayed: list[Tensor] = []
+    plain: list[Tensor] = []
     for name, p in model.named_parameters():
         if p.requires_grad:
             matrix = p.dim() > 1 and "conv1d" not in name and "res_proj" not in name
             (decayed if matrix else plain).append(p)
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+
+
+def compile_regions(model: K3ForCausalLM) -> None:
+    """Compile mixers and MLPs one by one: layers of one kind share a graph, so it takes seconds.
+
+    The whole model as one graph took minutes to compile on an H200, for the unrolled chunk loops.
+    """
+    for module in model.modules():
+        if isinstance(module, (KDA, MLA, LatentMoE)):
+            module.compile(dynamic=False)
 
 
 class Run:
@@ -119,7 +143,9 @@ class Run:
             for key, value in self.optimizer.state.get(p, {}).items():
                 tensors[f"{key}.{name}"] = value
         with atomic_folder(self.out / "state") as folder:
-            save_file({k: v.contiguous().cpu() for k, v in tensors.items()}, folder / "state.safetensors")
+            save_file(
+                {k: v.contiguous().cpu() for k, v in tensors.items()}, folder / "state.safetensors"
+            )
             meta = {"step": self.step, "recipe": asdict(self.recipe)}
             (folder / "state.json").write_text(json.dumps(meta, indent=2))
 
@@ -132,12 +158,18 @@ class Run:
         folder = self.out / "state"
         meta = read_json(folder / "state.json")
         if meta["recipe"] != asdict(self.recipe):
-            raise UserError(f"{folder}: saved with another recipe; start a new --out, or repeat its options")
+            raise UserError(
+                f"{folder}: saved with another recipe; start a new --out, or repeat its options"
+            )
         tensors = load_file(folder / "state.safetensors", device=str(self.device))
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 p.copy_(tensors[f"model.{name}"])
-                moments = {k: tensors[f"{k}.{name}"] for k in ("exp_avg", "exp_avg_sq") if f"{k}.{name}" in tensors}
+                moments = {
+                    k: tensors[f"{k}.{name}"]
+                    for k in ("exp_avg", "exp_avg_sq")
+                    if f"{k}.{name}" in tensors
+                }
                 if moments:
                     self.optimizer.state[p] = {"step": tensors[f"step.{name}"], **moments}
         self.step = meta["step"]
@@ -145,13 +177,16 @@ class Run:
     def train(self, *, save_every: int, stop_after_s: float | None, compiled: bool) -> bool:
         """Train to the recipe's last step, or stop in time; says whether it is complete."""
         torch.set_float32_matmul_precision("high")
-        corpus = Corpus.build(self.tokenizer, self.recipe.seed, self.recipe.corpus_rows, self.recipe.length)
+        corpus = Corpus.build(
+            self.tokenizer, self.recipe.seed, self.recipe.corpus_rows, self.recipe.length
+        )
         print(f"corpus: {len(corpus)} rows, {corpus.mean_length:.0f} tokens on average", flush=True)
         corpus = corpus.to(self.device)
-        loss_fn = torch.compile(loss_of, dynamic=False) if compiled else loss_of
+        if compiled:
+            compile_regions(self.model)
         start = last = time.perf_counter()
         while self.step < self.recipe.steps:
-            loss = self._update(loss_fn, corpus)
+            loss = self._update(corpus)
             if self.step % 50 == 0:
                 now = time.perf_counter()
                 rate = 50 * self.recipe.rows_per_step * self.recipe.length / (now - last)
@@ -164,12 +199,16 @@ class Run:
         self.save()
         return self.step == self.recipe.steps
 
-    def _update(self, loss_fn: object, corpus: Corpus) -> Tensor:
+    def _update(self, corpus: Corpus) -> Tensor:
         rows = batch_rows(self.recipe, len(corpus), self.step).to(self.device)
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.lr(self.step)
-        loss = loss_fn(  # type: ignore[operator]
-            self.model, corpus.tokens[rows].long(), corpus.prompt_lengths[rows], self.pad, self.recipe.prompt_weight
+        loss = loss_of(
+            self.model,
+            corpus.tokens[rows].long(),
+            corpus.prompt_lengths[rows],
+            self.pad,
+            self.recipe.prompt_weight,
         )
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -179,7 +218,8 @@ class Run:
         return loss.detach()
 
     def export(self) -> Path:
-        """Write the checkpoint in the published layout, bfloat16, beside a copy of the tokenizer."""
+        """Write the checkpoint in the published layout, bfloat16, beside a copy of the
+        tokenizer."""
         folder = self.out / "k3-nano"
         with atomic_folder(folder) as staging:
             save_k3(staging, self.model, experts="plain", dtype=torch.bfloat16)
@@ -188,7 +228,9 @@ class Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=Recipe.steps)
@@ -199,7 +241,9 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=500, help="steps between saved states")
     parser.add_argument("--stop-after", type=float, help="seconds after which to save and stop")
     parser.add_argument("--resume", action="store_true", help="continue from the saved state")
-    parser.add_argument("--no-compile", action="store_true", help="run the model without torch.compile")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="run the model without torch.compile"
+    )
     args = parser.parse_args()
     recipe = replace(
         Recipe(),
@@ -209,6 +253,14 @@ def main() -> None:
         rows_per_step=args.rows_per_step,
         peak_lr=args.peak_lr,
     )
+    try:
+        _run(recipe, args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _run(recipe: Recipe, args: argparse.Namespace) -> None:
     run = Run(recipe, args.out, torch.device(args.device))
     if args.resume:
         run.resume()

@@ -1,27 +1,32 @@
 """Kimi Delta Attention: the gated delta rule with one decay per key channel.
 
-Per head, with state S [K, V], log-decay g_t < 0 per channel, unit keys k_t and write strength beta_t:
+Per head, with state S [K, V], log-decay g_t < 0 per channel, unit keys k_t and write strength
+beta_t:
 
     S <- diag(exp g_t) S ;  u = v_t - S^T k_t ;  S <- S + beta_t k_t u^T ;  o_t = S^T q_t
 
-Decay comes first, then the delta against the decayed state, then the read. ``recurrent`` is that loop and
-the specification. ``chunk`` is the same function in chunks of C rows (tech report eqs. 6-9): with
-G_r = sum of g up to row r inside the chunk,
+Decay comes first, then the delta against the decayed state, then the read. ``recurrent`` is that
+loop and the specification. ``chunk`` is the same function in chunks of C rows (tech report eqs.
+6-9): with G_r = sum of g up to row r inside the chunk,
 
     A[r,j] = beta_r sum_d k_r k_j exp(G_r - G_j)  (j < r) ;  U = (I + A)^-1 beta (V - (K exp G) S)
-    O = (Q exp G) S + [j <= r](sum_d q_r k_j exp(G_r - G_j)) U ;  S' = diag(exp G_C) S + (K exp(G_C - G))^T U
+    O = (Q exp G) S + [j <= r](sum_d q_r k_j exp(G_r - G_j)) U
+    S' = diag(exp G_C) S + (K exp(G_C - G))^T U
 
 Differences G_r - G_j are formed before the exp and masked to -inf where j > r: the factored form
-exp(G_r) exp(-G_j) overflows float32 after 18 rows at g = -5, and masking after the exp leaves inf * 0.
+exp(G_r) exp(-G_j) overflows float32 after 18 rows at g = -5, and masking after the exp leaves
+inf * 0, a NaN.
 
-``step`` is the decode form: outputs for every row, the state only after the first ``keep`` rows. It lets a
-round fold the accepted rows of the previous block and read its own block in one pass, so a rejected row
-never touches the state and no state is ever copied.
+``step`` is the decode form: outputs for every row, the state only after the first ``keep`` rows.
+It lets a round fold the accepted rows of the previous block and read its own block in one pass, so
+a rejected row never touches the state and no state is ever copied.
 
 Letters: B batch, T rows, H heads, K key width, V value width, N chunks, C rows of a chunk.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -61,6 +66,13 @@ def recurrent_row(
     return state, torch.matmul(q_BHK.unsqueeze(-2), state).squeeze(-2)
 
 
+@cache
+def _future(rows: int, device: torch.device) -> Tensor:
+    """[rows, rows, 1] bool: j > r."""
+    with torch.inference_mode(False):  # a mask first made while decoding must serve training too
+        return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1).unsqueeze(-1)
+
+
 def _within_chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -70,16 +82,15 @@ def _within_chunk(
         G [..., C, K] cumulative log-decay; scores [..., C, C] = masked q.k with decay;
         U0 [..., C, V] and W [..., C, K] with U = U0 - W S.
     """
-    rows = q.shape[-2]
     G = g.cumsum(-2)
-    future = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu(1)
-    decay = (G.unsqueeze(-2) - G.unsqueeze(-3)).masked_fill(future.unsqueeze(-1), -torch.inf).exp()
+    future = _future(q.shape[-2], q.device)
+    decay = (G.unsqueeze(-2) - G.unsqueeze(-3)).masked_fill(future, -torch.inf).exp()
     decayed_k = decay * k.unsqueeze(-3)  # [..., r, j, K]
     read = torch.matmul(decayed_k, torch.stack((q, k), dim=-1))  # [..., r, j, 2]
     scores, A = read[..., 0], read[..., 1]
-    A = (A * beta.unsqueeze(-1)).tril(-1)
+    A = A * beta.unsqueeze(-1)
     right = torch.cat((v, k * G.exp()), dim=-1) * beta.unsqueeze(-1)
-    # unitriangular: the diagonal of A is never read, so A stands for I + A
+    # only what stands below the diagonal is read, so A stands for I + A
     solved = torch.linalg.solve_triangular(A, right, upper=False, unitriangular=True)
     return G, scores, solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
 
@@ -87,7 +98,8 @@ def _within_chunk(
 def chunk(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The same function as ``recurrent`` in chunks of ``CHUNK`` rows; the form for prefill and training."""
+    """The same function as ``recurrent`` in chunks of ``CHUNK`` rows; the form for prefill and
+    training."""
     B, T, H, _ = q.shape
     pad = -T % CHUNK
 
@@ -104,7 +116,9 @@ def chunk(
         entering.append(state)
         updates.append(U0[:, :, n] - torch.matmul(W[:, :, n], state))
         state = end_decay[:, :, n] * state + torch.matmul(k_to_end[:, :, n], updates[-1])
-    out = torch.matmul(q * G.exp(), torch.stack(entering, 2)) + torch.matmul(scores, torch.stack(updates, 2))
+    out = torch.matmul(q * G.exp(), torch.stack(entering, 2)) + torch.matmul(
+        scores, torch.stack(updates, 2)
+    )
     return out.reshape(B, H, -1, v.shape[-1])[:, :, :T].transpose(1, 2), state
 
 

@@ -11,7 +11,7 @@ KINDS = {"fruits": "fruit", "vegetables": "vegetable", "animals": "animal", "bir
 
 
 def sort_numbers(d: Draw) -> None:
-    numbers = d.sample(range(1, 100), d.int(3, 5))
+    numbers = d.sample(range(1, 100), d.whole(3, 5))
     text = ", ".join(map(str, numbers))
     down = d.chance(0.3)
     if down:
@@ -44,7 +44,7 @@ def is_greater(d: Draw) -> None:
 
 
 def is_even(d: Draw) -> None:
-    n = d.int(2, 999)
+    n = d.whole(2, 999)
     d.ask(f"Is {n} even or odd?", f"Even or odd: {n}?")
     d.reply(f"{n} is {'odd' if n % 2 else 'even'}.", exact=True)
 
@@ -62,7 +62,7 @@ def is_member(d: Draw) -> None:
 
 
 def count_up(d: Draw) -> None:
-    start, gap, n = d.int(1, 60), d.pick((1, 1, 2, 3, 5, 10)), d.int(4, 7)
+    start, gap, n = d.whole(1, 60), d.pick((1, 1, 2, 3, 5, 10)), d.whole(4, 7)
     end = start + gap * (n - 1)
     numbers = [str(start + gap * i) for i in range(n)]
     if gap == 1:

@@ -38,26 +38,26 @@ def _phrase(d: Draw, count: int) -> list[str]:
 
 
 def upper_case(d: Draw) -> None:
-    text = " ".join(_phrase(d, d.int(1, 3)))
+    text = " ".join(_phrase(d, d.whole(1, 3)))
     d.ask(f"Write in capital letters: {text}", f"Make this upper case: {text}")
     d.reply(text.upper(), exact=True)
 
 
 def lower_case(d: Draw) -> None:
-    text = " ".join(_phrase(d, d.int(1, 3)))
+    text = " ".join(_phrase(d, d.whole(1, 3)))
     d.ask(f"Write in small letters: {text.upper()}", f"Make this lower case: {text.upper()}")
     d.reply(text, exact=True)
 
 
 def reverse_words(d: Draw) -> None:
-    words = _phrase(d, d.int(3, 5))
+    words = _phrase(d, d.whole(3, 5))
     text = " ".join(words)
     d.ask(f"Reverse the order of the words: {text}", f"Say these words backwards: {text}")
     d.reply(" ".join(reversed(words)), exact=True)
 
 
 def make_plural(d: Draw) -> None:
-    nouns = d.sample(SMALL_THINGS + ANIMALS, d.int(1, 3))
+    nouns = d.sample(SMALL_THINGS + ANIMALS, d.whole(1, 3))
     text = ", ".join(noun.one for noun in nouns)
     d.ask(f"Write the plural: {text}", f"Give the plural of: {text}")
     d.reply(", ".join(noun.many for noun in nouns), exact=True)
@@ -95,13 +95,13 @@ def to_question(d: Draw) -> None:
 
 
 def repeat_word(d: Draw) -> None:
-    (word,), times = _phrase(d, 1), d.int(2, 6)
+    (word,), times = _phrase(d, 1), d.whole(2, 6)
     d.ask(f"Write the word {word} {times} times.", f"Repeat {word} {times} times.")
     d.reply(" ".join([word] * times), exact=True)
 
 
 def opposite(d: Draw) -> None:
-    pairs = d.sample(OPPOSITES, d.int(1, 3))
+    pairs = d.sample(OPPOSITES, d.whole(1, 3))
     sides = [pair if d.chance(0.5) else pair[::-1] for pair in pairs]
     text = ", ".join(a for a, _ in sides)
     d.ask(f"Give the opposite of: {text}", f"Write the opposite: {text}")

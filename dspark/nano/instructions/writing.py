@@ -44,7 +44,7 @@ DEFINITIONS = (
 
 
 def list_things(d: Draw) -> None:
-    kind, count = d.pick(list(CATEGORIES)), d.int(3, 6)
+    kind, count = d.pick(list(CATEGORIES)), d.whole(3, 6)
     first = d.pick(("", "", f"{d.person()} asks: "))
     number = COUNT_WORDS[count] if d.chance(0.5) else str(count)
     d.ask(

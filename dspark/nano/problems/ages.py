@@ -7,7 +7,7 @@ from dspark.nano.draw import Draw, families
 
 def age_chain(d: Draw) -> None:
     a, b, c = d.people(3)
-    base, up, down = d.int(6, 40), d.int(2, 15), d.int(2, 12)
+    base, up, down = d.whole(6, 40), d.whole(2, 15), d.whole(2, 12)
     d.ask(
         f"{a} is {base} years old. {b} is {up} years older than {a}, and {c} is {down} years "
         f"younger than {b}. How old is {c}?",
@@ -20,7 +20,7 @@ def age_chain(d: Draw) -> None:
 
 def age_times(d: Draw) -> None:
     a, b = d.people(2)
-    age, times, later = d.int(3, 12), d.int(2, 6), d.int(2, 15)
+    age, times, later = d.whole(3, 12), d.whole(2, 6), d.whole(2, 15)
     word = {2: "twice", 3: "three times", 4: "four times", 5: "five times", 6: "six times"}[times]
     d.ask(
         f"{b} is {word} as old as {a}, who is {age}. How old will {b} be in {later} years?",
@@ -33,7 +33,7 @@ def age_times(d: Draw) -> None:
 
 def age_sum(d: Draw) -> None:
     a, b = d.people(2)
-    age, gap, later = d.int(5, 40), d.int(2, 12), d.int(2, 10)
+    age, gap, later = d.whole(5, 40), d.whole(2, 12), d.whole(2, 10)
     d.ask(
         f"{a} is {age} and {b} is {gap} years older. How many years will both have lived "
         f"in all, {later} years from now?",
@@ -48,7 +48,7 @@ def age_sum(d: Draw) -> None:
 
 def birth_gap(d: Draw) -> None:
     a, b = d.people(2)
-    parent, child, when = d.int(28, 60), d.int(2, 18), d.int(2, 15)
+    parent, child, when = d.whole(28, 60), d.whole(2, 18), d.whole(2, 15)
     d.ask(
         f"{a} is {parent} and has a child {b} of {child}. How old will {a} be when {b} is "
         f"{child + when}?",

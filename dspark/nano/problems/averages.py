@@ -18,7 +18,7 @@ COUNTED = (
 
 def average_of_three(d: Draw) -> None:
     who, (unit, verb, time) = d.person(), d.pick(COUNTED)
-    a, b, c = d.int(4, 40), d.int(4, 40), d.int(4, 40)
+    a, b, c = d.whole(4, 40), d.whole(4, 40), d.whole(4, 40)
     if (a + b + c) % 3:
         raise Redraw
     d.ask(
@@ -33,10 +33,10 @@ def average_of_three(d: Draw) -> None:
 
 def average_of_four(d: Draw) -> None:
     who, (unit, verb, _) = d.person(), d.pick(COUNTED)
-    a, b, c, e = (d.int(2, 25) for _ in range(4))
+    a, b, c, e = (d.whole(2, 25) for _ in range(4))
     if (a + b + c + e) % 4:
         raise Redraw
-    first = d.int(0, 3)
+    first = d.whole(0, 3)
     w, x, y, z = DAYS[first : first + 4]
     d.ask(
         f"{who} {verb} {a} {unit} on {w}, {b} on {x}, {c} on {y} and {e} on {z}. "
@@ -51,7 +51,7 @@ def average_of_four(d: Draw) -> None:
 
 def needed_for_average(d: Draw) -> None:
     who, (unit, verb, time) = d.person(), d.pick(COUNTED)
-    goal, a, b = d.int(8, 30), d.int(3, 30), d.int(3, 30)
+    goal, a, b = d.whole(8, 30), d.whole(3, 30), d.whole(3, 30)
     d.ask(
         f"{who} {verb} {a} and {b} {unit} in two {time}s. How many {unit} in the third {time} give "
         f"an average of {goal}?",

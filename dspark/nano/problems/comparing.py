@@ -10,7 +10,7 @@ TIMES = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}
 
 def more_and_total(d: Draw) -> None:
     (a, b), item = d.people(2), d.pick(SMALL_THINGS)
-    n, more = d.int(4, 90), d.int(2, 40)
+    n, more = d.whole(4, 90), d.whole(2, 40)
     d.ask(
         f"{a} has {n} {item.many}. {b} has {more} more than {a}. How many do they have together?",
         f"{b} owns {more} {item.many} more than {a}, who owns {n}. Find the total.",
@@ -21,7 +21,7 @@ def more_and_total(d: Draw) -> None:
 
 def fewer_and_total(d: Draw) -> None:
     (a, b), item = d.people(2), d.pick(READING)
-    n, less = d.int(15, 95), d.int(3, 40)
+    n, less = d.whole(15, 95), d.whole(3, 40)
     d.ask(
         f"{a} bought {n} {item.many}, and {b} bought {less} fewer. How many did both buy?",
         f"{b} got {less} {item.many} fewer than {a}. {a} got {n}. What is the sum?",
@@ -32,7 +32,7 @@ def fewer_and_total(d: Draw) -> None:
 
 def times_and_difference(d: Draw) -> None:
     (a, b), item = d.people(2), d.pick(SMALL_THINGS)
-    n, times = d.int(3, 30), d.int(2, 5)
+    n, times = d.whole(3, 30), d.whole(2, 5)
     d.ask(
         f"{b} picked {TIMES[times]} as many {item.many} as {a}. {a} picked {n}. "
         f"How many more did {b} pick?",
@@ -44,7 +44,7 @@ def times_and_difference(d: Draw) -> None:
 
 def three_totals(d: Draw) -> None:
     (a, b, c), item = d.people(3), d.pick(SMALL_THINGS)
-    n, times, more = d.int(4, 25), d.int(2, 4), d.int(2, 20)
+    n, times, more = d.whole(4, 25), d.whole(2, 4), d.whole(2, 20)
     d.ask(
         f"{a} has {n} {item.many}. {b} has {TIMES[times]} as many as {a}, and {c} has {more} more "
         f"than {b}. How many {item.many} do the three have?",
@@ -61,7 +61,7 @@ def farm_legs(d: Draw) -> None:
     who = d.person()
     birds = d.pick(("hens", "ducks", "geese"))
     beast = d.pick([n for n in FARM_ANIMALS if n.one not in ("duck", "goose", "hen")])
-    n, m = d.int(2, 20), d.int(2, 20)
+    n, m = d.whole(2, 20), d.whole(2, 20)
     d.ask(
         f"On the farm of {who} there are {n} {birds} with two legs each and {m} {beast.many} with "
         "four legs each. How many legs are there?",
@@ -74,7 +74,7 @@ def farm_legs(d: Draw) -> None:
 
 def flower_beds(d: Draw) -> None:
     who, (a, b) = d.person(), d.things(FLOWERS, 2)
-    rows, each, less = d.int(3, 12), d.int(3, 12), d.int(2, 20)
+    rows, each, less = d.whole(3, 12), d.whole(3, 12), d.whole(2, 20)
     d.ask(
         f"{who} plants {rows} rows of {each} {a.many}, and {less} fewer {b.many} than {a.many}. "
         "How many flowers are planted?",

@@ -11,7 +11,7 @@ PARTS = ((2, "half"), (3, "a third"), (4, "a quarter"), (5, "a fifth"), (10, "a 
 def part_of(d: Draw) -> None:
     who, item, colour = d.person(), d.pick(SMALL_THINGS), d.pick(COLOURS)
     n, word = d.pick(PARTS)
-    total = n * d.int(2, 20)
+    total = n * d.whole(2, 20)
     d.ask(
         f"{who} has {total} {item.many}, and {word} of them are {colour}. "
         f"How many {item.many} are not {colour}?",
@@ -26,8 +26,8 @@ def part_of(d: Draw) -> None:
 def several_parts(d: Draw) -> None:
     who, item = d.person(), d.pick(SMALL_THINGS)
     n, name = d.pick(((3, "thirds"), (4, "quarters"), (5, "fifths"), (6, "sixths"), (8, "eighths")))
-    top = d.int(2, n - 1)
-    total = n * d.int(2, 12)
+    top = d.whole(2, n - 1)
+    total = n * d.whole(2, 12)
     word = ("two", "three", "four", "five", "six", "seven")[top - 2]
     d.ask(
         f"{who} gives away {word} {name} of {who.his} {total} {item.many}. How many are that?",
@@ -40,7 +40,7 @@ def several_parts(d: Draw) -> None:
 
 def half_then_more(d: Draw) -> None:
     who, item = d.person(), d.pick(SMALL_THINGS)
-    total, more = 2 * d.int(8, 60), d.int(2, 12)
+    total, more = 2 * d.whole(8, 60), d.whole(2, 12)
     d.ask(
         f"{who} uses half of {total} {item.many} in the morning and {more} more in the evening. "
         "How many remain?",
@@ -54,7 +54,7 @@ def half_then_more(d: Draw) -> None:
 def two_fractions(d: Draw) -> None:
     group, (x, y) = d.pick(GROUPS), d.sample(("swim", "sing", "paint", "dance", "read", "cook"), 2)
     (n, a), (m, b) = d.sample(PARTS, 2)
-    total = n * m * d.int(1, 6)
+    total = n * m * d.whole(1, 6)
     d.ask(
         f"A {group} has {total} children. {a.capitalize()} of them like to {x}, {b} like to {y}, "
         "and nobody likes both. How many like neither?",
@@ -70,8 +70,8 @@ def two_fractions(d: Draw) -> None:
 def whole_from_part(d: Draw) -> None:
     who, plant = d.person(), d.pick(PLANTS)
     n, word = d.pick(PARTS)
-    part = d.int(3, 40)
-    extra = d.int(2, 20)
+    part = d.whole(3, 40)
+    extra = d.whole(2, 20)
     d.ask(
         f"{word.capitalize()} of the {plant.many} of {who} are in bloom. That is {part} of them. "
         f"How many {plant.many} does {who} have after planting {extra} more?",

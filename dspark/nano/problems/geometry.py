@@ -9,7 +9,7 @@ FIELDS = ("garden", "field", "yard", "room", "park", "lawn", "court")
 
 def rectangle_perimeter(d: Draw) -> None:
     field, who = d.pick(FIELDS), d.person()
-    long, wide = d.int(5, 60), d.int(3, 40)
+    long, wide = d.whole(5, 60), d.whole(3, 40)
     d.ask(
         f"A {field} is {long} m long and {wide} m wide. How many m of fence go around it?",
         f"{who} walks once around a {field} of {long} m by {wide} m. How far is that in m?",
@@ -21,7 +21,7 @@ def rectangle_perimeter(d: Draw) -> None:
 
 def rectangle_area(d: Draw) -> None:
     field = d.pick(("garden", "field", "yard", "park", "lawn"))
-    long, wide, hole = d.int(4, 20), d.int(3, 12), d.int(2, 30)
+    long, wide, hole = d.whole(4, 20), d.whole(3, 12), d.whole(2, 30)
     d.ask(
         f"A {field} is {long} m by {wide} m. A pond in it covers {hole} square m. "
         "How many square m are left?",
@@ -34,9 +34,9 @@ def rectangle_area(d: Draw) -> None:
 
 def side_from_perimeter(d: Draw) -> None:
     field = d.pick(FIELDS)
-    side = d.int(3, 60)
+    side = d.whole(3, 60)
     n, name = d.pick(((3, "triangle"), (4, "square"), (5, "pentagon"), (6, "hexagon")))
-    cost = d.int(2, 12)
+    cost = d.whole(2, 12)
     d.ask(
         f"The perimeter of a {name} with equal sides is {n * side} cm. Gold edge costs ${cost} per "
         "cm. What does the edge for one side cost?",
@@ -49,7 +49,7 @@ def side_from_perimeter(d: Draw) -> None:
 
 def tiles(d: Draw) -> None:
     who, room = d.person(), d.pick(("kitchen", "bathroom", "hall", "cellar", "bedroom"))
-    long, wide, per = d.int(3, 9), d.int(2, 9), d.int(2, 9)
+    long, wide, per = d.whole(3, 9), d.whole(2, 9), d.whole(2, 9)
     d.ask(
         f"The {room} floor is {long} m by {wide} m. {who} puts {per} tiles on each square m. "
         "How many tiles are used?",
@@ -63,7 +63,7 @@ def tiles(d: Draw) -> None:
 def two_rooms(d: Draw) -> None:
     who = d.person()
     (r, s) = d.sample(("kitchen", "bedroom", "hall", "office", "attic"), 2)
-    a, b, c, e = d.int(3, 12), d.int(2, 9), d.int(3, 12), d.int(2, 9)
+    a, b, c, e = d.whole(3, 12), d.whole(2, 9), d.whole(3, 12), d.whole(2, 9)
     d.ask(
         f"{who} paints the floors of the {r}, {a} m by {b} m, and the {s}, {c} m by {e} m. "
         "How many square m is that?",

@@ -20,7 +20,7 @@ PLURALS = {"foot": "feet", "dozen": "dozen"}
 
 def cut_pieces(d: Draw) -> None:
     who, stuff = d.person(), d.pick(LONG_THINGS)
-    piece, n, rest = d.int(2, 12), d.int(2, 12), d.int(2, 9)
+    piece, n, rest = d.whole(2, 12), d.whole(2, 12), d.whole(2, 9)
     length = piece * n + rest
     d.ask(
         f"{who} cuts {n} pieces of {piece} cm from a {stuff} of {length} cm. "
@@ -34,7 +34,7 @@ def cut_pieces(d: Draw) -> None:
 
 def number_of_pieces(d: Draw) -> None:
     who, stuff = d.person(), d.pick(LONG_THINGS)
-    piece, n, rolls = d.int(2, 12), d.int(2, 12), d.int(2, 9)
+    piece, n, rolls = d.whole(2, 12), d.whole(2, 12), d.whole(2, 9)
     d.ask(
         f"A {stuff} of {piece * n} m is cut into pieces of {piece} m. {who} does this with {rolls} "
         f"such {stuff}s. How many pieces are there?",
@@ -47,7 +47,7 @@ def number_of_pieces(d: Draw) -> None:
 
 def convert_and_add(d: Draw) -> None:
     big, small, size = d.pick(UNITS)
-    n, extra = d.int(2, 9), d.int(2, size + 9)
+    n, extra = d.whole(2, 9), d.whole(2, size + 9)
     bigs = PLURALS.get(big, big + "s")
     d.ask(
         f"{d.person()} needs {n} {bigs} and {extra} {small}. Give it all in {small}.",
@@ -61,7 +61,7 @@ def convert_and_add(d: Draw) -> None:
 
 def total_weight(d: Draw) -> None:
     item, box = d.pick(SMALL_THINGS), d.pick(BOXES)
-    n, weight, empty = d.int(3, 12), d.int(3, 30), d.int(5, 80)
+    n, weight, empty = d.whole(3, 12), d.whole(3, 30), d.whole(5, 80)
     d.ask(
         f"An empty {box.one} weighs {empty} grams, one {item.one} {weight} grams. "
         f"What does the {box.one} weigh with {n} {item.many} in it?",
@@ -74,7 +74,7 @@ def total_weight(d: Draw) -> None:
 
 def fill_tank(d: Draw) -> None:
     who, tank = d.person(), d.pick(("tank", "barrel", "pool", "bucket", "tub"))
-    size, n, inside = d.int(2, 12), d.int(3, 12), d.int(4, 60)
+    size, n, inside = d.whole(2, 12), d.whole(3, 12), d.whole(4, 60)
     full = inside + size * n
     d.ask(
         f"A {tank} holds {full} liters and has {inside} liters in it. {who} pours in cans of "
@@ -93,7 +93,7 @@ def recipe(d: Draw) -> None:
     stuff, dish = d.pick(
         (("flour", "bread"), ("sugar", "jam"), ("rice", "soup"), ("milk", "cream"))
     )
-    base, per, times = d.int(2, 6), d.int(10, 90), d.int(7, 12)
+    base, per, times = d.whole(2, 6), d.whole(10, 90), d.whole(7, 12)
     d.ask(
         f"For {base} plates of {dish} one needs {per * base} grams of {stuff}. "
         f"How many grams does {who} need for {times} plates?",

@@ -8,7 +8,7 @@ from dspark.nano.words import GOODS, MAKINGS
 
 def change_from_note(d: Draw) -> None:
     who, item = d.person(), d.pick(GOODS)
-    note, n, price = d.pick((20, 50, 100)), d.int(2, 9), d.int(2, 12)
+    note, n, price = d.pick((20, 50, 100)), d.whole(2, 9), d.whole(2, 12)
     d.ask(
         f"{who} buys {n} {item.many} at ${price} each and gives the clerk a ${note} note. "
         f"How much change does {who.he} get?",
@@ -23,7 +23,7 @@ def change_from_note(d: Draw) -> None:
 
 def saving_up(d: Draw) -> None:
     who, item = d.person(), d.pick(("bike", "phone", "guitar", "camera", "tent", "desk"))
-    have, week, weeks = d.int(10, 90), d.int(3, 12), d.int(3, 12)
+    have, week, weeks = d.whole(10, 90), d.whole(3, 12), d.whole(3, 12)
     price = have + week * weeks
     d.ask(
         f"{who} dreams of a {item} for ${price}. In the jar are ${have}, and every week "
@@ -37,7 +37,7 @@ def saving_up(d: Draw) -> None:
 
 def weekly_savings(d: Draw) -> None:
     who = d.person()
-    have, week, weeks = d.int(5, 80), d.int(3, 15), d.int(3, 12)
+    have, week, weeks = d.whole(5, 80), d.whole(3, 15), d.whole(3, 12)
     d.ask(
         f"{who} has ${have} in a jar and adds ${week} each week. "
         f"How many dollars are in the jar after {weeks} weeks?",
@@ -50,7 +50,7 @@ def weekly_savings(d: Draw) -> None:
 
 def earn_and_spend(d: Draw) -> None:
     who, item = d.person(), d.pick(GOODS)
-    hours, pay, spent = d.int(3, 12), d.int(6, 20), d.int(5, 60)
+    hours, pay, spent = d.whole(3, 12), d.whole(6, 20), d.whole(5, 60)
     d.ask(
         f"{who} works {hours} hours for ${pay} an hour and then spends ${spent} on {item.many}. "
         "How much money is left?",
@@ -63,7 +63,7 @@ def earn_and_spend(d: Draw) -> None:
 
 def profit(d: Draw) -> None:
     who, item = d.person(), d.pick(MAKINGS)
-    n, price, cost = d.int(3, 12), d.int(5, 20), d.int(2, 9)
+    n, price, cost = d.whole(3, 12), d.whole(5, 20), d.whole(2, 9)
     d.ask(
         f"{who} makes {n} {item.many}. Material for each one costs ${cost} and each sells for "
         f"${price}. What is the profit in dollars?",
@@ -77,7 +77,7 @@ def profit(d: Draw) -> None:
 def coins(d: Draw) -> None:
     who = d.person()
     a, b = d.sample((2, 5, 10, 20), 2)
-    n, m = d.int(2, 12), d.int(2, 12)
+    n, m = d.whole(2, 12), d.whole(2, 12)
     d.ask(
         f"{who} finds {n} coins of {a} cents and {m} coins of {b} cents. "
         "How many cents is that in all?",

@@ -8,7 +8,7 @@ from dspark.nano.words import BOXES, FRUITS, GOODS, GROUPS, MAKINGS, SNACKS
 
 def class_trip(d: Draw) -> None:
     group, who = d.pick(GROUPS), d.person()
-    kids, ticket, lunch, bus = d.int(4, 12), d.int(3, 9), d.int(2, 9), d.int(20, 90)
+    kids, ticket, lunch, bus = d.whole(4, 12), d.whole(3, 9), d.whole(2, 9), d.whole(20, 90)
     d.ask(
         f"A {group} of {kids} children visits a zoo. A ticket is ${ticket} and a lunch ${lunch} "
         f"per child, and the bus costs ${bus}. What does the trip cost in dollars?",
@@ -23,8 +23,8 @@ def class_trip(d: Draw) -> None:
 
 def fruit_stall(d: Draw) -> None:
     who, fruit, box = d.person(), d.pick(FRUITS), d.pick(BOXES)
-    boxes, size, bad = d.int(2, 9), d.int(5, 12), d.int(2, 12)
-    price, paid = d.int(2, 5), d.int(3, 12)
+    boxes, size, bad = d.whole(2, 9), d.whole(5, 12), d.whole(2, 12)
+    price, paid = d.whole(2, 5), d.whole(3, 12)
     d.ask(
         f"{who} buys {boxes} {box.many} of {size} {fruit.many}. {bad} {fruit.many} are bad. "
         f"The good ones sell for ${price} each, and {who.he} paid ${paid} for each {box.one}. "
@@ -42,7 +42,7 @@ def fruit_stall(d: Draw) -> None:
 
 def party_food(d: Draw) -> None:
     who, (a, b) = d.person(), d.things(SNACKS, 2)
-    guests, x, y, left = d.int(4, 12), d.int(2, 6), d.int(2, 6), d.int(2, 12)
+    guests, x, y, left = d.whole(4, 12), d.whole(2, 6), d.whole(2, 6), d.whole(2, 12)
     d.ask(
         f"{guests} guests come to a party of {who}. Each eats {x} {a.many} and {y} {b.many}, and "
         f"{left} pieces are left over. How many pieces were there at the start?",
@@ -57,8 +57,8 @@ def party_food(d: Draw) -> None:
 
 def shopping_list(d: Draw) -> None:
     who, (a, b, c) = d.person(), d.things(GOODS, 3)
-    money = d.int(10, 30) * 10
-    n, p, m, r, s = d.int(2, 6), d.int(2, 12), d.int(2, 6), d.int(2, 12), d.int(3, 25)
+    money = d.whole(10, 30) * 10
+    n, p, m, r, s = d.whole(2, 6), d.whole(2, 12), d.whole(2, 6), d.whole(2, 12), d.whole(3, 25)
     d.ask(
         f"{who} has ${money} and buys {n} {a.many} at ${p} each, {m} {b.many} at ${r} each and "
         f"{c.a} for ${s}. How much money is left?",
@@ -75,11 +75,11 @@ def shopping_list(d: Draw) -> None:
 def work_week(d: Draw) -> None:
     who = d.person()
     days, hours, pay, extra, bonus = (
-        d.int(3, 6),
-        d.int(2, 8),
-        d.int(3, 12),
-        d.int(2, 8),
-        d.int(5, 40),
+        d.whole(3, 6),
+        d.whole(2, 8),
+        d.whole(3, 12),
+        d.whole(2, 8),
+        d.whole(5, 40),
     )
     d.ask(
         f"{who} works {days} days of {hours} hours at ${pay} an hour, and {extra} more hours on "
@@ -95,8 +95,8 @@ def work_week(d: Draw) -> None:
 
 def craft_fair(d: Draw) -> None:
     who, (a, b) = d.person(), d.things(MAKINGS, 2)
-    n, p, m, r = d.int(3, 9), d.int(3, 12), d.int(3, 9), d.int(3, 12)
-    rent, share = d.int(5, 30), d.int(2, 5)
+    n, p, m, r = d.whole(3, 9), d.whole(3, 12), d.whole(3, 9), d.whole(3, 12)
+    rent, share = d.whole(5, 30), d.whole(2, 5)
     d.ask(
         f"At a fair {who} sells {n} {a.many} at ${p} each and {m} {b.many} at ${r} each. The stall "
         f"costs ${rent}. The rest is split equally between {share} people. "
@@ -114,9 +114,9 @@ def craft_fair(d: Draw) -> None:
 def book_boxes(d: Draw) -> None:
     who, place = d.person(), d.pick(("library", "school", "shop", "museum"))
     shelves, books, sold, gifts, share = (
-        d.int(3, 9), d.int(5, 12), d.int(3, 20), d.int(3, 20), d.int(2, 6),
+        d.whole(3, 9), d.whole(5, 12), d.whole(3, 20), d.whole(3, 20), d.whole(2, 6),
     )  # fmt: skip
-    new = d.int(2, 9)
+    new = d.whole(2, 9)
     d.ask(
         f"A {place} has {shelves} shelves with {books} books each. {sold} books are sold and "
         f"{gifts} are given as a gift. Then {new} boxes with {share} books each arrive. "

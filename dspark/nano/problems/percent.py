@@ -11,7 +11,7 @@ CLEAN = ((10, 10), (20, 5), (25, 4), (50, 2))
 def discount(d: Draw) -> None:
     who, item = d.person(), d.pick(CLOTHES + HOUSEWARES)
     rate, n = d.pick(CLEAN)
-    price = n * d.int(3, 20)
+    price = n * d.whole(3, 20)
     d.ask(
         f"{item.a.capitalize()} that costs ${price} is on sale at {rate}% off. "
         f"What does {who} pay for it?",
@@ -24,7 +24,7 @@ def discount(d: Draw) -> None:
 def tip(d: Draw) -> None:
     who = d.person()
     rate, n = d.pick(CLEAN[:3])
-    meal = n * d.int(2, 30)
+    meal = n * d.whole(2, 30)
     d.ask(
         f"A meal costs ${meal}. {who} adds a tip of {rate}%. How much is paid in all?",
         f"{who} leaves {rate}% on top of a bill of ${meal}. Find the full amount in dollars.",
@@ -35,7 +35,7 @@ def tip(d: Draw) -> None:
 
 def multiple_of_ten(d: Draw) -> None:
     group, who = d.pick(GROUPS), d.person()
-    tenth, times = d.int(2, 20), d.pick((3, 4, 6, 7, 8, 9))
+    tenth, times = d.whole(2, 20), d.pick((3, 4, 6, 7, 8, 9))
     verb = d.pick(("walk", "have a pet", "wear glasses", "like tea", "own a bike", "play chess"))
     d.ask(
         f"In a {group} of {10 * tenth} people, {10 * times}% {verb}. How many people is that?",
@@ -49,7 +49,7 @@ def multiple_of_ten(d: Draw) -> None:
 def percent_left(d: Draw) -> None:
     who, item = d.person(), d.pick(SMALL_THINGS)
     rate, n = d.pick(CLEAN)
-    total, gift = n * d.int(3, 25), d.int(2, 9)
+    total, gift = n * d.whole(3, 25), d.whole(2, 9)
     d.ask(
         f"{who} sells {rate}% of {total} {item.many} and gives {gift} to a friend. "
         f"How many {item.many} does {who.he} still have?",

@@ -10,7 +10,7 @@ MACHINES = ("machine", "printer", "robot", "press", "worker")
 
 def machines(d: Draw) -> None:
     tool, item = d.pick(MACHINES), d.pick(STATIONERY + TOYS)
-    n, rate, hours = d.int(2, 9), d.int(2, 12), d.int(2, 9)
+    n, rate, hours = d.whole(2, 9), d.whole(2, 12), d.whole(2, 9)
     d.ask(
         f"One {tool} makes {rate} {item.many} an hour. How many {item.many} do {n} of them make in "
         f"{hours} hours?",
@@ -23,7 +23,7 @@ def machines(d: Draw) -> None:
 
 def same_rate(d: Draw) -> None:
     who, item = d.person(), d.pick(MAKINGS)
-    hours, rate, later = d.int(2, 9), d.int(2, 12), d.int(2, 12)
+    hours, rate, later = d.whole(2, 9), d.whole(2, 12), d.whole(2, 12)
     d.ask(
         f"In {hours} hours {who} makes {hours * rate} {item.many}. At this rate, how many "
         f"{item.many} are made in {later} hours?",
@@ -36,7 +36,7 @@ def same_rate(d: Draw) -> None:
 
 def pages_to_read(d: Draw) -> None:
     who = d.person()
-    daily, days, rest = d.int(4, 30), d.int(3, 9), d.int(5, 90)
+    daily, days, rest = d.whole(4, 30), d.whole(3, 9), d.whole(5, 90)
     d.ask(
         f"A book has {daily * days + rest} pages. {who} reads {daily} pages a day for {days} days. "
         "How many pages are still unread?",
@@ -49,7 +49,7 @@ def pages_to_read(d: Draw) -> None:
 
 def flow(d: Draw) -> None:
     tank = d.pick(("tank", "pool", "barrel", "pond"))
-    fill, drain, minutes = d.int(5, 30), d.int(2, 15), d.int(3, 12)
+    fill, drain, minutes = d.whole(5, 30), d.whole(2, 15), d.whole(3, 12)
     d.ask(
         f"A pipe lets {fill} liters a minute into a {tank} while {drain} liters a minute leak out. "
         f"How many liters are gained in {minutes} minutes?",
@@ -64,7 +64,7 @@ def flow(d: Draw) -> None:
 
 def working_together(d: Draw) -> None:
     (a, b), item = d.people(2), d.pick(MAKINGS)
-    r, s, hours = d.int(2, 7), d.int(2, 5), d.int(2, 12)
+    r, s, hours = d.whole(2, 7), d.whole(2, 5), d.whole(2, 12)
     total = (r + s) * hours
     d.ask(
         f"{a} makes {r} {item.many} an hour and {b} makes {s}. How many hours do they need for "

@@ -7,7 +7,7 @@ from dspark.nano.words import READING, SMALL_THINGS
 
 
 def next_terms(d: Draw) -> None:
-    start, gap = d.int(2, 60), d.int(2, 15)
+    start, gap = d.whole(2, 60), d.whole(2, 15)
     terms = ", ".join(str(start + gap * i) for i in range(4))
     last = start + 3 * gap
     d.ask(
@@ -22,7 +22,7 @@ def next_terms(d: Draw) -> None:
 
 def growing_days(d: Draw) -> None:
     who, item = d.person(), d.pick(READING + SMALL_THINGS[:12])
-    start, more = d.int(3, 30), d.int(2, 12)
+    start, more = d.whole(3, 30), d.whole(2, 12)
     verb = d.pick(("collects", "finds", "sells", "counts", "sorts"))
     d.ask(
         f"On the first day {who} {verb} {start} {item.many}, and each day after that {more} more "
@@ -37,7 +37,7 @@ def growing_days(d: Draw) -> None:
 
 def doubling(d: Draw) -> None:
     who, thing = d.person(), d.pick(("cells", "plants", "fish", "ants", "bees", "mice"))
-    start, times = d.int(2, 40), d.int(2, 4)
+    start, times = d.whole(2, 40), d.whole(2, 4)
     word = {2: "twice", 3: "three times", 4: "four times"}[times]
     d.ask(
         f"{who} counts {start} {thing}. Every week their number doubles. "
@@ -51,7 +51,7 @@ def doubling(d: Draw) -> None:
 
 def rows_of_seats(d: Draw) -> None:
     place = d.pick(("hall", "theater", "cinema", "tent", "stadium"))
-    rows, seats, taken = d.int(3, 12), d.int(4, 30), d.int(5, 60)
+    rows, seats, taken = d.whole(3, 12), d.whole(4, 30), d.whole(5, 60)
     d.ask(
         f"A {place} has {rows} rows of {seats} seats. {taken} seats are taken. "
         "How many seats are free?",

@@ -8,7 +8,7 @@ from dspark.nano.words import BOXES, GROUPS, SMALL_THINGS
 
 def equal_shares(d: Draw) -> None:
     who, item = d.person(), d.pick(SMALL_THINGS)
-    friends, each = d.int(3, 12), d.int(2, 15)
+    friends, each = d.whole(3, 12), d.whole(2, 15)
     d.ask(
         f"{who} shares {friends * each} {item.many} equally among {friends} friends. "
         "How many does each friend get?",
@@ -27,7 +27,7 @@ def equal_shares(d: Draw) -> None:
 
 def keep_then_share(d: Draw) -> None:
     who, item = d.person(), d.pick(SMALL_THINGS)
-    friends, each, kept = d.int(2, 9), d.int(2, 12), d.int(2, 15)
+    friends, each, kept = d.whole(2, 9), d.whole(2, 12), d.whole(2, 15)
     total = friends * each + kept
     d.ask(
         f"{who} has {total} {item.many}. {who.He} keeps {kept} and divides the rest equally "
@@ -41,8 +41,8 @@ def keep_then_share(d: Draw) -> None:
 
 def left_over(d: Draw) -> None:
     who, item, box = d.person(), d.pick(SMALL_THINGS), d.pick(BOXES)
-    size, full = d.int(3, 10), d.int(2, 9)
-    rest = d.int(2, size - 1) if size > 2 else 0
+    size, full = d.whole(3, 10), d.whole(2, 9)
+    rest = d.whole(2, size - 1) if size > 2 else 0
     total = size * full + rest
     d.ask(
         f"{who} packs {total} {item.many} into {box.many} of {size}. "
@@ -59,7 +59,7 @@ def left_over(d: Draw) -> None:
 
 def give_and_get(d: Draw) -> None:
     (who, other), item = d.people(2), d.pick(SMALL_THINGS)
-    start, gave, got = d.int(20, 99), d.int(3, 30), d.int(3, 40)
+    start, gave, got = d.whole(20, 99), d.whole(3, 30), d.whole(3, 40)
     d.ask(
         f"{who} has {start} {item.many}. {who.He} gives {gave} to {other} and then gets {got} from "
         f"an aunt. How many {item.many} does {who} have now?",
@@ -72,7 +72,7 @@ def give_and_get(d: Draw) -> None:
 
 def boxes_in_all(d: Draw) -> None:
     who, item, box = d.person(), d.pick(SMALL_THINGS), d.pick(BOXES)
-    n, size, extra = d.int(3, 12), d.int(3, 12), d.int(2, 20)
+    n, size, extra = d.whole(3, 12), d.whole(3, 12), d.whole(2, 20)
     d.ask(
         f"{who} fills {n} {box.many} with {size} {item.many} each and has {extra} {item.many} "
         f"over. How many {item.many} were there?",

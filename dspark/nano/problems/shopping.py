@@ -8,7 +8,7 @@ from dspark.nano.words import BOXES, FRUITS, GOODS, SHOPS, SMALL_THINGS, VEGETAB
 
 def several_of_one(d: Draw) -> None:
     who, item = d.person(), d.pick(GOODS)
-    n, price = d.int(3, 12), d.int(2, 20)
+    n, price = d.whole(3, 12), d.whole(2, 20)
     d.ask(
         f"{who} buys {n} {item.many} for ${price} each. What is the total price in dollars?",
         f"One {item.one} costs ${price}. How many dollars does {who} pay for {n} of them?",
@@ -27,7 +27,7 @@ def several_of_one(d: Draw) -> None:
 
 def two_kinds(d: Draw) -> None:
     who, (a, b) = d.person(), d.things(GOODS, 2)
-    n, p, m, r = d.int(2, 9), d.int(2, 12), d.int(2, 9), d.int(2, 12)
+    n, p, m, r = d.whole(2, 9), d.whole(2, 12), d.whole(2, 9), d.whole(2, 12)
     d.ask(
         f"{who} takes {n} {a.many}, ${p} each, as well as {m} {b.many}, ${r} each. "
         f"How much does {who.he} spend?",
@@ -48,7 +48,7 @@ def two_kinds(d: Draw) -> None:
 
 def coupon(d: Draw) -> None:
     who, item = d.person(), d.pick(GOODS)
-    n, price, off = d.int(2, 10), d.int(4, 15), d.int(2, 15)
+    n, price, off = d.whole(2, 10), d.whole(4, 15), d.whole(2, 15)
     d.ask(
         f"{who} has a coupon for ${off} off. {who.He} buys {n} {item.many} at ${price} each. "
         f"How many dollars does {who.he} pay?",
@@ -69,7 +69,7 @@ def coupon(d: Draw) -> None:
 
 def packs_needed(d: Draw) -> None:
     who, item, box = d.person(), d.pick(SMALL_THINGS), d.pick(BOXES)
-    size, packs, price = d.int(3, 12), d.int(2, 9), d.int(2, 9)
+    size, packs, price = d.whole(3, 12), d.whole(2, 9), d.whole(2, 9)
     need = size * packs
     d.ask(
         f"{item.many.capitalize()} come in {box.many} of {size}. {who} needs {need} {item.many}. "
@@ -89,7 +89,7 @@ def packs_needed(d: Draw) -> None:
 
 def by_weight(d: Draw) -> None:
     who, (a, b) = d.person(), d.things(FRUITS + VEGETABLES, 2)
-    n, p, m, r = d.int(2, 9), d.int(2, 9), d.int(2, 9), d.int(2, 9)
+    n, p, m, r = d.whole(2, 9), d.whole(2, 9), d.whole(2, 9), d.whole(2, 9)
     d.ask(
         f"A kilo of {a.many} is ${p} and a kilo of {b.many} is ${r}. {who} takes {n} kilos of "
         f"{a.many} and {m} kilos of {b.many}. What is the bill in dollars?",

@@ -8,8 +8,8 @@ from dspark.nano.words import BOXES, FLOWERS, SNACKS, TOWNS
 
 def bakery_day(d: Draw) -> None:
     who, item, bag = d.person(), d.pick(SNACKS), d.pick(BOXES[:3])
-    trays, each, size, bags = d.int(4, 12), d.int(6, 12), d.int(2, 6), d.int(2, 9)
-    morning = d.int(3, 30)
+    trays, each, size, bags = d.whole(4, 12), d.whole(6, 12), d.whole(2, 6), d.whole(2, 9)
+    morning = d.whole(3, 30)
     noon = trays * each - size * bags - morning
     if noon < 2:
         raise Redraw
@@ -29,7 +29,7 @@ def bakery_day(d: Draw) -> None:
 
 def fence_and_grass(d: Draw) -> None:
     who, field = d.person(), d.pick(("garden", "yard", "lawn", "field"))
-    long, wide, fence, grass = d.int(4, 12), d.int(3, 9), d.int(2, 9), d.int(2, 5)
+    long, wide, fence, grass = d.whole(4, 12), d.whole(3, 9), d.whole(2, 9), d.whole(2, 5)
     d.ask(
         f"{who} puts a fence around a {field} of {long} m by {wide} m for ${fence} per m and sows "
         f"grass in all of it for ${grass} per square m. What is the cost of both?",
@@ -46,9 +46,9 @@ def fence_and_grass(d: Draw) -> None:
 
 def fuel_cost(d: Draw) -> None:
     who, (a, b, c) = d.person(), d.sample(TOWNS, 3)
-    per, liters, price = d.int(5, 12), d.int(4, 20), d.int(2, 4)
+    per, liters, price = d.whole(5, 12), d.whole(4, 20), d.whole(2, 4)
     total = per * liters
-    first = d.int(5, total - 5)
+    first = d.whole(5, total - 5)
     second = total - first
     d.ask(
         f"{who} drives {first} km from {a} to {b} and {second} km from {b} to {c}, then the same "
@@ -66,8 +66,8 @@ def fuel_cost(d: Draw) -> None:
 
 def saving_together(d: Draw) -> None:
     a, b, c = d.people(3)
-    x, y, z, weeks = d.int(2, 12), d.int(2, 12), d.int(2, 12), d.int(3, 12)
-    gift, thing = d.int(15, 90), d.pick(("tent", "boat", "drum", "table", "swing", "camera"))
+    x, y, z, weeks = d.whole(2, 12), d.whole(2, 12), d.whole(2, 12), d.whole(3, 12)
+    gift, thing = d.whole(15, 90), d.pick(("tent", "boat", "drum", "table", "swing", "camera"))
     d.ask(
         f"Each week {a} saves ${x}, {b} ${y} and {c} ${z}. After {weeks} weeks they buy a {thing} "
         f"for ${gift} together. How much of the money is left?",
@@ -84,7 +84,7 @@ def saving_together(d: Draw) -> None:
 
 def practice_plan(d: Draw) -> None:
     who, act = d.person(), d.pick(("plays the piano", "runs", "swims", "draws", "sings", "reads"))
-    week, end, weeks, extra = d.int(3, 12), d.int(5, 20), d.int(2, 4), d.int(5, 60)
+    week, end, weeks, extra = d.whole(3, 12), d.whole(5, 20), d.whole(2, 4), d.whole(5, 60)
     d.ask(
         f"{who} {act} {week} minutes on each of five days and {end} minutes on each of the other "
         f"two days of a week. How many minutes is that in {weeks} weeks with {extra} extra "
@@ -102,7 +102,7 @@ def practice_plan(d: Draw) -> None:
 def quiz_points(d: Draw) -> None:
     who, game = d.person(), d.pick(("quiz", "test", "contest", "match"))
     right, plus, wrong, minus, bonus = (
-        d.int(5, 20), d.int(3, 9), d.int(2, 9), d.int(2, 3), d.int(2, 25),
+        d.whole(5, 20), d.whole(3, 9), d.whole(2, 9), d.whole(2, 3), d.whole(2, 25),
     )  # fmt: skip
     d.ask(
         f"In a {game} every right answer gives {plus} points and every wrong one takes away "
@@ -120,8 +120,8 @@ def quiz_points(d: Draw) -> None:
 
 def flower_orders(d: Draw) -> None:
     who, (a, b) = d.person(), d.things(FLOWERS, 2)
-    orders, x, y, have = d.int(3, 9), d.int(3, 9), d.int(2, 9), d.int(10, 60)
-    price = d.int(2, 6)
+    orders, x, y, have = d.whole(3, 9), d.whole(3, 9), d.whole(2, 9), d.whole(10, 60)
+    price = d.whole(2, 6)
     d.ask(
         f"{who} needs flowers for {orders} tables. Each table gets {x} {a.many} and {y} {b.many}. "
         f"{have} flowers are already there. A new flower costs ${price}. "

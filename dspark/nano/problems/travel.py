@@ -10,7 +10,7 @@ MOVERS = ("train", "bus", "car", "truck", "van")
 
 def distance(d: Draw) -> None:
     mover, (a, b) = d.pick(MOVERS), d.sample(TOWNS, 2)
-    speed, hours = d.int(2, 18) * 5, d.int(2, 9)
+    speed, hours = d.whole(2, 18) * 5, d.whole(2, 9)
     d.ask(
         f"A {mover} goes {speed} km per hour. How far does it get in {hours} hours?",
         f"The {mover} from {a} to {b} takes {hours} hours at {speed} km per hour. "
@@ -23,7 +23,7 @@ def distance(d: Draw) -> None:
 
 def travel_time(d: Draw) -> None:
     mover, (a, b) = d.pick(("walker", "hiker", "runner", "rider", "boat")), d.sample(TOWNS, 2)
-    speed, hours, pause = d.int(3, 12), d.int(2, 15), d.int(2, 9)
+    speed, hours, pause = d.whole(3, 12), d.whole(2, 15), d.whole(2, 9)
     d.ask(
         f"A {mover} does {speed} km in an hour. From {a} to {b} it is {speed * hours} km. With "
         f"{pause} hours of rest on the way, how many hours does the trip last?",
@@ -36,7 +36,7 @@ def travel_time(d: Draw) -> None:
 
 def two_legs(d: Draw) -> None:
     who = d.person()
-    s, t, u, v = d.int(3, 25), d.int(2, 6), d.int(3, 25), d.int(2, 6)
+    s, t, u, v = d.whole(3, 25), d.whole(2, 6), d.whole(3, 25), d.whole(2, 6)
     d.ask(
         f"{who} cycles {t} hours at {s} km per hour and then {v} hours at {u} km per hour. "
         "How many km is that?",
@@ -50,7 +50,7 @@ def two_legs(d: Draw) -> None:
 
 def there_and_back(d: Draw) -> None:
     who, place = d.person(), d.pick(PLACES)
-    way, times = d.int(2, 15), d.int(2, 9)
+    way, times = d.whole(2, 15), d.whole(2, 9)
     d.ask(
         f"It is {way} km from home to the {place}. {who} goes there and back {times} times. "
         f"How many km does {who.he} travel?",
@@ -63,7 +63,7 @@ def there_and_back(d: Draw) -> None:
 
 def minutes_of_parts(d: Draw) -> None:
     who, place = d.person(), d.pick(PLACES)
-    walk, ride, wait = d.int(3, 25), d.int(5, 40), d.int(2, 15)
+    walk, ride, wait = d.whole(3, 25), d.whole(5, 40), d.whole(2, 15)
     d.ask(
         f"To reach the {place}, {who} walks {walk} minutes, waits {wait} minutes and rides the "
         f"tram for {ride} minutes. How long does it take?",
@@ -76,7 +76,7 @@ def minutes_of_parts(d: Draw) -> None:
 
 def days_of_trip(d: Draw) -> None:
     who = d.person()
-    daily, days, done = d.int(4, 20), d.int(3, 12), d.int(10, 60)
+    daily, days, done = d.whole(4, 20), d.whole(3, 12), d.whole(10, 60)
     total = done + daily * days
     d.ask(
         f"A path is {total} km long. {who} has hiked {done} km of it and goes on with {daily} km a "
