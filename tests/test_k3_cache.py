@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspark.k3.cache import K3Cache, KDAState, LatentState
+from dspark.k3.cache import K3Cache
 from dspark.k3.config import K3Config
 from dspark.k3.model import K3ForCausalLM
+from dspark.k3.state import KDAState, LatentState
 from dspark.taps import TapSet
 from dspark_kernels import kda as kernel
 from tests.k3_tiny import PLAIN, TINY, tiny_model, tiny_tokens

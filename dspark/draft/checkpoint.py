@@ -163,16 +163,7 @@ def _read_tensors(
     unexpected: list[str] = []
     for path in _weight_files(folder):
         try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a mapping
-                    shape = tuple(file.get_slice(name).get_shape())
-                    wanted = expected.get(name, copies.get(name))
-                    if wanted is None:
-                        unexpected.append(name)
-                    elif shape != wanted:
-                        raise UserError(f"{path}: {name} has shape {shape}, expected {wanted}")
-                    elif name in expected:
-                        tensors[name] = file.get_tensor(name)
+            _read_file(path, expected, copies, tensors, unexpected)
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path}: not a readable safetensors file: {error}") from None
     missing = [name for name in expected if name not in tensors]
@@ -184,6 +175,26 @@ def _read_tensors(
         ]
         raise UserError(f"{folder}: {'; '.join(problems)}")
     return tensors
+
+
+def _read_file(
+    path: Path,
+    expected: Mapping[str, tuple[int, ...]],
+    copies: Mapping[str, tuple[int, ...]],
+    tensors: dict[str, Tensor],
+    unexpected: list[str],
+) -> None:
+    """Add the file's expected tensors to `tensors`, and the names nobody asked for to the list."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            shape = tuple(file.get_slice(name).get_shape())
+            wanted = expected.get(name, copies.get(name))
+            if wanted is None:
+                unexpected.append(name)
+            elif shape != wanted:
+                raise UserError(f"{path}: {name} has shape {shape}, expected {wanted}")
+            elif name in expected:
+                tensors[name] = file.get_tensor(name)
 
 
 def _weight_files(folder: Path) -> list[Path]:

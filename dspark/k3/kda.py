@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark import ops
-from dspark.k3.cache import Block, KDAInputs, KDAState
 from dspark.k3.config import K3Config
 from dspark.k3.layers import Packable, linear, rms_norm
+from dspark.k3.state import Block, KDAInputs, KDAState
 
 L2_EPS = 1e-6
 

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dspark.k3.cache import Block, LatentState
 from dspark.k3.config import K3Config
 from dspark.k3.layers import LORA_NORM_EPS, Packable, RMSNorm, linear
+from dspark.k3.state import Block, LatentState
 
 
 class MLA(Packable):

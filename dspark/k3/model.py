@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from dspark.k3.attn_res import mix
-from dspark.k3.cache import Block, K3Cache, KDAState, LatentState
+from dspark.k3.cache import K3Cache
 from dspark.k3.config import K3Config
 from dspark.k3.kda import KDA
 from dspark.k3.layers import GatedMLP, Packable, RMSNorm, linear
 from dspark.k3.mla import MLA
 from dspark.k3.moe import Experts, LatentMoE
+from dspark.k3.state import Block, KDAState, LatentState
 from dspark.taps import TapSet
 
 
