@@ -92,7 +92,8 @@ def load_target(
     Raises:
         UserError: no such target, or a folder that is not a complete checkpoint with a tokenizer.
     """
-    from transformers import AutoTokenizer
+    # not AutoTokenizer: it would look for a model class of the folder's model_type, and complain
+    from transformers import PreTrainedTokenizerFast
 
     name = str(name_or_path)
     folder = asset(SHIPPED[name]) if name in SHIPPED else Path(name_or_path)
@@ -102,7 +103,7 @@ def load_target(
         )
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder}: tokenizer.json is missing; put the target's tokenizer there")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = load_k3(folder, dtype=dtype, device=device)
     ends = {tokenizer.eos_token_id, model.config.eos_token_id} - {None}
     if not ends:
