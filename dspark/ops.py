@@ -76,10 +76,16 @@ def _implementation(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def kda_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    lower_bound: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Chunked KDA over many rows; see ``dspark_kernels.kda.chunk``."""
-    return _implementation("kda_chunk")(q, k, v, g, beta, state)
+    return _implementation("kda_chunk")(q, k, v, g, beta, state, lower_bound)
 
 
 def kda_step(

@@ -92,7 +92,8 @@ class KDA(Packable):
             zero = torch.zeros(
                 B, self.heads, self.width, self.width, dtype=torch.float32, device=x.device
             )
-            out, _ = ops.kda_chunk(q, new.k, new.v, new.g, new.beta, zero)
+            bound = self.config.kda_gate_lower_bound
+            out, _ = ops.kda_chunk(q, new.k, new.v, new.g, new.beta, zero, bound)
         out = self.o_norm(out, gate.view(B, T, self.heads, self.width))
         return self.o_proj(out.to(x.dtype).flatten(2))
 

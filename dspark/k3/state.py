@@ -83,6 +83,7 @@ class KDAState:
         self, config: K3Config, batch: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         H, K = config.kda_num_heads, config.kda_head_dim
+        self.lower_bound = config.kda_gate_lower_bound
         self.state = torch.zeros(batch, H, K, K, dtype=torch.float32, device=device)
         self.window = torch.zeros(
             batch, config.kda_conv_size - 1, 3 * H * K, dtype=dtype, device=device
@@ -102,7 +103,9 @@ class KDAState:
             new = new.first(block.counts)
         if block.commit and new.rows > ops.KDA_CHUNK:
             self.fold()
-            out, self.state = ops.kda_chunk(q, new.k, new.v, new.g, new.beta, self.state)
+            out, self.state = ops.kda_chunk(
+                q, new.k, new.v, new.g, new.beta, self.state, self.lower_bound
+            )
         else:
             out = self._step(q, new, block.commit)
         if block.commit:

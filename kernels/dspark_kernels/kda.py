@@ -13,9 +13,11 @@ loop and the specification. ``chunk`` is the same function in chunks of C rows (
     O = (Q exp G) S + [j <= r](sum_d q_r k_j exp(G_r - G_j)) U
     S' = diag(exp G_C) S + (K exp(G_C - G))^T U
 
-Differences G_r - G_j are formed before the exp and masked to -inf where j > r: the factored form
-exp(G_r) exp(-G_j) overflows float32 after 18 rows at g = -5, and masking after the exp leaves
-inf * 0, a NaN.
+There are two ways to exp(G_r - G_j). By difference: [C, C, K] numbers, masked to -inf where j > r
+*before* the exp, safe whatever g is. By factors exp(G_r) exp(-G_j): one matrix product, 2 C K
+exponentials, but it overflows float32 once C |g| passes 88. A bounded gate (K3: g > -5) with C = 16
+stays under 80, so ``chunk`` factors there, and only there. Both lose the same digits: an exponent
+of 80 carries a rounding error of 80 ulp(1) either way.
 
 ``step`` is the decode form: outputs for every row, the state only after the first ``keep`` rows.
 It lets a round fold the accepted rows of the previous block and read its own block in one pass, so
@@ -66,15 +68,35 @@ def recurrent_row(
     return state, torch.matmul(q_BHK.unsqueeze(-2), state).squeeze(-2)
 
 
+MAX_EXPONENT = 80.0
+"""Largest exponent that may be factored: exp(80) and its products with unit keys fit in float32."""
+
+
 @cache
 def _future(rows: int, device: torch.device) -> Tensor:
-    """[rows, rows, 1] bool: j > r."""
+    """[rows, rows] bool: j > r."""
     with torch.inference_mode(False):  # a mask first made while decoding must serve training too
-        return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1).unsqueeze(-1)
+        return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
+
+
+def _pairs_by_difference(q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
+    """sum_d q_r k_j exp(G_r - G_j) and the same of k, [..., C, C]; zero where j > r."""
+    future = _future(q.shape[-2], q.device).unsqueeze(-1)
+    decay = (G.unsqueeze(-2) - G.unsqueeze(-3)).masked_fill(future, -torch.inf).exp()
+    read = torch.matmul(decay * k.unsqueeze(-3), torch.stack((q, k), dim=-1))  # [..., r, j, 2]
+    return read[..., 0], read[..., 1]
+
+
+def _pairs_by_factors(q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for C |g| <= MAX_EXPONENT; the second is left unmasked above the diagonal."""
+    grown = (k * (-G).exp()).transpose(-1, -2)
+    decay = G.exp()
+    scores = torch.matmul(q * decay, grown).masked_fill(_future(q.shape[-2], q.device), 0.0)
+    return scores, torch.matmul(k * decay, grown)
 
 
 def _within_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, factored: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Everything of a chunk that does not depend on the entering state. Inputs [..., C, *].
 
@@ -83,11 +105,7 @@ def _within_chunk(
         U0 [..., C, V] and W [..., C, K] with U = U0 - W S.
     """
     G = g.cumsum(-2)
-    future = _future(q.shape[-2], q.device)
-    decay = (G.unsqueeze(-2) - G.unsqueeze(-3)).masked_fill(future, -torch.inf).exp()
-    decayed_k = decay * k.unsqueeze(-3)  # [..., r, j, K]
-    read = torch.matmul(decayed_k, torch.stack((q, k), dim=-1))  # [..., r, j, 2]
-    scores, A = read[..., 0], read[..., 1]
+    scores, A = (_pairs_by_factors if factored else _pairs_by_difference)(q, k, G)
     A = A * beta.unsqueeze(-1)
     right = torch.cat((v, k * G.exp()), dim=-1) * beta.unsqueeze(-1)
     # only what stands below the diagonal is read, so A stands for I + A
@@ -96,10 +114,19 @@ def _within_chunk(
 
 
 def chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same function as ``recurrent`` in chunks of ``CHUNK`` rows; the form for prefill and
-    training."""
+    """The same function as ``recurrent`` in chunks of ``CHUNK`` rows, for prefill and training.
+
+    ``lower_bound`` is what the gate guarantees: every g >= lower_bound. None guarantees nothing.
+    """
+    factored = lower_bound is not None and -lower_bound * CHUNK <= MAX_EXPONENT
     B, T, H, _ = q.shape
     pad = -T % CHUNK
 
@@ -108,7 +135,7 @@ def chunk(
         return x.reshape(B, H, -1, CHUNK, x.shape[-1])
 
     q, k, v, g, beta = (split(x) for x in (q, k, v, g, beta.unsqueeze(-1)))
-    G, scores, U0, W = _within_chunk(q, k, v, g, beta.squeeze(-1))
+    G, scores, U0, W = _within_chunk(q, k, v, g, beta.squeeze(-1), factored=factored)
     end_decay = G[..., -1, :].exp().unsqueeze(-1)  # [B, H, N, K, 1]
     k_to_end = (k * (G[..., -1:, :] - G).exp()).transpose(-1, -2)
     entering, updates = [], []
@@ -133,7 +160,7 @@ def step(
         new, out = recurrent_row(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
         return out.unsqueeze(1), new
     q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))
-    G, scores, U0, W = _within_chunk(q, k, v, g, beta)
+    G, scores, U0, W = _within_chunk(q, k, v, g, beta, factored=False)
     U = U0 - torch.matmul(W, state)
     out = torch.matmul(q * G.exp(), state) + torch.matmul(scores, U)
     if keep:
