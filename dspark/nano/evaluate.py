@@ -212,6 +212,7 @@ def print_summary(result: dict[str, Any], console: Console) -> None:
         f"(split {result['split']}, seed {result['seed']}) at temperature "
         f"{result['temperature']:g}",
         highlight=False,
+        soft_wrap=True,
     )
     table = Table(box=None, pad_edge=False)
     for name in ("", "exact", "of", "rate", "95 % interval"):
