@@ -20,8 +20,13 @@ from dspark.errors import UserError
 _UsageError: Any = typer.BadParameter.__base__
 
 # Options that take several values after one name (`--prompts a.jsonl b.jsonl`, so that a shell
-# pattern works), which click only knows as a repeated option.
-_SPREAD = frozenset({"--prompts", "--set", "--suite", "--temperature"})
+# pattern works), which click only knows as a repeated option. By command: where an option takes one
+# value, a second one must stay an error and not replace the first.
+_SPREAD = {
+    "distill": ("--prompts", "--set"),
+    "eval": ("--suite", "--prompts"),
+    "bench": ("--temperature",),
+}
 
 
 def run(app: typer.Typer, args: Sequence[str]) -> int:
@@ -40,11 +45,12 @@ def run(app: typer.Typer, args: Sequence[str]) -> int:
 
 def spread_values(args: Sequence[str]) -> list[str]:
     """Turn `--prompts a b` into `--prompts a --prompts b`; no command takes bare arguments."""
+    several = _SPREAD.get(args[0], ()) if args else ()
     spread: list[str] = []
     name = ""
     for arg in args:
         if arg.startswith("-"):
-            name = arg if arg in _SPREAD else ""
+            name = arg if arg in several else ""
         elif name and spread[-1] != name:
             spread.append(name)
         spread.append(arg)

@@ -108,6 +108,8 @@ def test_version(run: Run) -> None:
         (["distill", "--steps", "-3"], "max_steps"),
         (["distill", "--config", "none.yaml"], "none.yaml"),
         (["doctor", "extra"], "extra"),
+        (["bench", "--draft", "x", "--prompts", "a.jsonl", "b.jsonl"], "b.jsonl"),
+        (["eval", "--draft", "x", "--temperature", "0", "1"], "1"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(
