@@ -182,6 +182,10 @@ def test_mismatch_names_position_and_the_gap_of_the_top_two_logits():
         ({"temperature": (0.0, 0.0)}, "--temperature"),
         ({"temperature": (-1.0,)}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
+        ({"plot": Path("speed.bmp")}, "--plot speed.bmp"),
+        ({"plot": Path("speed")}, "--plot speed"),
+        ({"plot": Path(__file__, "speed.png")}, "--plot: .*test_bench.py is a file"),
+        ({"json": Path(__file__).parent}, "--json .*this is a folder"),
     ],
 )
 def test_wrong_options_are_named(change, named):

@@ -39,6 +39,11 @@ def options(pair: TinyPair, **change) -> EvalOptions:
 # ------------------------------------------------------------------ prompt sets
 
 
+def test_a_report_folder_that_cannot_be_made_is_refused_before_measuring():
+    with pytest.raises(UserError, match=r"--out: .*test_eval\.py is a file"):
+        EvalOptions(draft="runs/mine", out=Path(__file__, "report"))
+
+
 def test_nano_is_two_sets_told_apart_by_family():
     problems, instructions = load_suites("nano", n_prompts=1000, seed=0)
     assert (problems.name, instructions.name) == ("nano-problems", "nano-instructions")

@@ -162,5 +162,5 @@ def _require_proposals(timings: Sequence[PromptTimings], drafter: str) -> None:
     if not any(record.drafted for timing in timings for record in timing.rounds):
         raise UserError(
             f"{drafter}: the drafter never proposed a token, so there is no speed to report; "
-            "check it with `dspark doctor`"
+            "with more --max-new-tokens there is room for a draft"
         )

@@ -1,13 +1,12 @@
 """The options of `dspark bench` and `dspark eval`, checked before anything is loaded.
 
 A wrong value raises `UserError` here, so that a typing mistake costs a second and not the minute
-that loading a target takes. What depends on the drafter (draft length against block size) is
-checked after loading, by `setup`.
+that loading a target takes, nor a measurement that cannot be written. What depends on the drafter
+(draft length against block size) is checked once its config is read, by `pair.load_pair`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +15,25 @@ from dspark.runtime.sampling import SamplingParams
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
+PICTURES = (".png", ".svg", ".pdf")
 PUBLISHED_SEED = 980406  # the seed of DeepSpec's evaluation, for numbers to be set beside its own
 
 
 def _require(holds: bool, problem: str) -> None:
     if not holds:
         raise UserError(problem)
+
+
+def _check_file(name: str, path: Path | None) -> None:
+    """Refuse an output file that could not be written once everything is measured."""
+    if path is not None:
+        _require(not path.is_dir(), f"{name} {path}: expected a file; this is a folder")
+        _check_folder(name, path.parent)
+
+
+def _check_folder(name: str, path: Path) -> None:
+    existing = next(p for p in (path, *path.parents) if p.exists())
+    _require(existing.is_dir(), f"{name}: {existing} is a file; a folder is needed there")
 
 
 def _check_shared(options: BenchOptions | EvalOptions) -> None:
@@ -97,8 +109,13 @@ class BenchOptions:
             len(set(self.temperature)) == len(self.temperature),
             f"--temperature: each value once; got {', '.join(map(str, self.temperature))}",
         )
-        for setting in self.sampling():
-            _require(math.isfinite(setting.temperature), "--temperature: expected a finite number")
+        self.sampling()
+        _check_file("--json", self.json)
+        _check_file("--plot", self.plot)
+        _require(
+            self.plot is None or self.plot.suffix.lower() in PICTURES,
+            f"--plot {self.plot}: expected a name that ends in {', '.join(PICTURES)}",
+        )
 
     def sampling(self) -> tuple[SamplingParams, ...]:
         """The sampling parameters of each run, in the order asked for."""
@@ -136,6 +153,8 @@ class EvalOptions:
         _check_shared(self)
         _require(len(self.suites) > 0, "--suite: expected at least one suite name or JSONL file")
         self.sampling()
+        if self.out is not None:
+            _check_folder("--out", self.out)
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters of the run."""
