@@ -25,6 +25,7 @@ from dspark.runtime import decode
 from dspark.runtime.decode import SpeculativeDecoder
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.plain import plain_generate
+from dspark.runtime.proposal import propose
 from dspark.runtime.records import Proposal
 from dspark.runtime.sampling import SamplingParams
 from tests.k3_tiny import TINY, tiny_model, tiny_tokens
@@ -47,23 +48,29 @@ class Round:
 
 
 class Recorder:
-    """Stands in for `propose`: records the real drafter, proposes the known text."""
+    """Stands in for `propose`: lets it run, records the block it drafted, proposes the text."""
 
     def __init__(self, text: list[int]) -> None:
         self.text = text
         self.rounds: list[Round] = []
         self.fed: list[Tensor] = []
+        self.hidden = torch.empty(0)
 
     def watch(self, drafter: DSparkDrafter) -> None:
-        """Keep the tap rows that reach the draft context."""
-        extend = drafter.extend
+        """Keep the tap rows that reach the draft context, and the states of the last block."""
+        extend, block_hidden = drafter.extend, drafter.block_hidden
 
         def watched(context: Any, features: Tensor, counts: Any = None) -> None:
             assert counts is None
             self.fed.append(features.clone())
             extend(context, features)
 
+        def seen(block_embeds: Tensor, context: Any) -> Tensor:
+            self.hidden = block_hidden(block_embeds, context)
+            return self.hidden
+
         drafter.extend = watched  # type: ignore[method-assign]
+        drafter.block_hidden = seen  # type: ignore[method-assign]
 
     def propose(
         self,
@@ -72,15 +79,14 @@ class Recorder:
         context: Any,
         anchor: Tensor,
         draft_length: int,
-        *_: Any,
+        sampling: SamplingParams,
+        generator: torch.Generator,
     ) -> Proposal:
+        propose(drafter, target, context, anchor, draft_length, sampling, generator)
         position = int(context.lengths)
-        config = drafter.config
-        block = block_inputs(anchor, config.block_size, config.mask_token_id)
-        hidden = drafter.block_hidden(target.embed(block), context)
-        after = self.text[position : position + config.block_size]
+        after = self.text[position : position + drafter.config.block_size]
         prev = torch.tensor([after])
-        logits = target.logits(hidden[:, : len(after)]) + drafter.markov_head.bias(prev)
+        logits = target.logits(self.hidden[:, : len(after)]) + drafter.markov_head.bias(prev)
         proposed = self.text[position + 1 : position + 1 + draft_length]
         taps = torch.cat(self.fed, 1)[0]
         self.rounds.append(Round(int(anchor), position, taps, logits[0], proposed))

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dspark.draft.anchors import block_inputs
 from dspark.errors import UserError
 from dspark.runtime.records import Proposal
 from dspark.runtime.sampling import (
@@ -111,10 +112,7 @@ def propose(
     draft length outside 1..block_size and BadLogits if the drafter's logits are not finite.
     """
     check_draft_length(drafter, draft_length)
-    block = anchor.new_full(
-        (anchor.shape[0], drafter.config.block_size), drafter.config.mask_token_id
-    )
-    block[:, 0] = anchor
+    block = block_inputs(anchor, drafter.config.block_size, drafter.config.mask_token_id)
     hidden = drafter.block_hidden(target.embed(block), context)[:, :draft_length]
     logits = target.logits(hidden.to(target.dtype))
     if sampling.greedy:

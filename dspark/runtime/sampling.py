@@ -32,7 +32,7 @@ _TINY = torch.finfo(torch.float32).tiny
 _BELOW_ONE = 1.0 - torch.finfo(torch.float64).eps
 
 
-class BadLogits(ArithmeticError):
+class BadLogits(UserError):
     """A row of logits that defines no distribution: NaN, +inf, or nothing but -inf.
 
     row, position: index of the first such row ([B, T, V]: batch row and position; else position 0).
