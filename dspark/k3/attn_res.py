@@ -17,22 +17,21 @@ from torch import Tensor, nn
 from dspark.k3.layers import RMSNorm, rms
 
 
-def mix(prefix: Tensor | None, bank: Tensor | None, norm: RMSNorm, query: nn.Linear) -> Tensor:
+def mix(prefix: Tensor, bank: Tensor | None, norm: RMSNorm, query: nn.Linear) -> Tensor:
     """One read.
 
     Args:
-        prefix: [B, T, D] partial sum of this block; None right after a boundary.
-        bank: [B, T, n, D] finished block sums; None before the first boundary.
+        prefix: [B, T, D] sum of the sublayer outputs since the last boundary.
+        bank: [B, T, n, D] finished block sums; None before the first boundary, where the read is
+            the prefix itself.
         norm: w_n [D]. query: w_p as a linear of weight [1, D].
 
     Returns:
-        [B, T, D] in the dtype of the entries.
+        [B, T, D] in the dtype of the prefix.
     """
     if bank is None:
-        assert prefix is not None, "a read needs a prefix or a bank"
         return prefix
-    entries = bank if prefix is None else torch.cat((bank, prefix.unsqueeze(-2)), dim=-2)
-    values = entries.float()
-    key_weight = (query.weight[0] * norm.weight).float()
+    values = torch.cat((bank, prefix.unsqueeze(-2)), dim=-2).float()
+    key_weight = query.weight[0].float() * norm.weight.float()
     scores = torch.matmul(values, key_weight) / rms(values, norm.eps).squeeze(-1)
-    return torch.matmul(scores.softmax(dim=-1).unsqueeze(-2), values).squeeze(-2).to(entries.dtype)
+    return torch.matmul(scores.softmax(dim=-1).unsqueeze(-2), values).squeeze(-2).to(prefix.dtype)

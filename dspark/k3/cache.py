@@ -87,12 +87,10 @@ class K3Cache:
         self._uniform = self._longest if shortest == self._longest else None
 
     def commit(self, n: int | Tensor) -> None:
-        """Accept the first n rows of the pending block: one number, or int64 [B], one per batch
-        row.
+        """Accept the first n rows of the pending block; n is a number or int64 [B], per batch row.
 
         Raises:
-            ValueError: no block is pending; a number outside 0..T, or beyond a batch row's real
-            rows.
+            ValueError: no block is pending, or n lies outside 0..T or beyond a row's real rows.
         """
         if self._pending is None:
             raise ValueError("no block is pending: there is nothing to commit")

@@ -7,7 +7,7 @@ The published file nests the text model under ``text_config`` (model_type ``kimi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from dspark.errors import UserError
@@ -27,6 +27,9 @@ class K3Config:
     full_attention_layers: tuple[int, ...]
     """Layers with MLA; every other layer is KDA."""
 
+    num_attention_heads: int
+    intermediate_size: int
+    """Width of the dense MLP of the first ``first_k_dense_replace`` layers."""
     kda_num_heads: int
     kda_head_dim: int
     kda_conv_size: int = 4
@@ -34,7 +37,6 @@ class K3Config:
     """None: the unbounded softplus gate of Kimi-Linear."""
     kda_full_rank_output_gate: bool = True
 
-    num_attention_heads: int = 1
     q_lora_rank: int | None = None
     kv_lora_rank: int = 512
     qk_nope_head_dim: int = 128
@@ -43,7 +45,6 @@ class K3Config:
     v_head_dim: int = 128
     mla_output_gate: bool = True
 
-    intermediate_size: int = 1
     first_k_dense_replace: int = 1
     num_experts: int = 0
     num_experts_per_token: int = 0
@@ -103,8 +104,7 @@ class K3Config:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> K3Config:
-        """Read a published ``config.json``: ``kimi_k3`` with nested text config, or
-        ``kimi_linear``.
+        """Read a published ``config.json``: nested ``kimi_k3``, or plain ``kimi_linear``.
 
         Raises:
             UserError: another model type, a missing key, or a feature this decoder does not have.
@@ -115,9 +115,14 @@ class K3Config:
         text = {**config, **config["text_config"]} if "text_config" in config else dict(config)
         _refuse_unsupported(text)
         try:
-            return cls(**_read_text_config(text))
+            values = _read_text_config(text)
         except KeyError as missing:
             raise UserError(f"config.json: the key {missing} is missing") from None
+        required = [f.name for f in fields(cls) if f.default is MISSING]
+        absent = [name for name in required if name not in values]
+        if absent:
+            raise UserError(f"config.json: missing sizes: {', '.join(absent)}")
+        return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """The published layout; ``from_dict(c.to_dict()) == c``."""

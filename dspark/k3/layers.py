@@ -24,7 +24,10 @@ Activation = Callable[[Tensor, Tensor], Tensor]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension; any float dtype in, the same dtype out."""
+    """Root-mean-square norm over the last dimension.
+
+    Any float dtype; the result has the dtype that x and weight promote to.
+    """
     if x.dtype == torch.float32 == weight.dtype:
         return x / rms(x, eps) * weight if x.is_cpu else F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
@@ -38,7 +41,7 @@ def rms(x: Tensor, eps: float) -> Tensor:
     """
     scale = x.shape[-1] ** -0.5
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True) * scale
-    return torch.hypot(norm, norm.new_tensor(eps**0.5))
+    return torch.hypot(norm, norm.new_full((), eps**0.5))
 
 
 class RMSNorm(nn.Module):
@@ -74,8 +77,7 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def pack_rows(linears: Sequence[nn.Linear]) -> Tensor:
-    """Put the weights of linears with one input into one [sum out, in] matrix and make them views
-    of it.
+    """Put the weights of linears into one [sum out, in] matrix and make them views of it.
 
     One product instead of several, and not a byte more: at batch 1 a decode step of a small model
     is bound by the number of operations, and of a large one by launches between the weight reads.

@@ -6,8 +6,7 @@
     y = (o * sigmoid(x W_g)) W_o
 
 Nothing is rotated (NoPE): order enters through the KDA layers and the causal mask alone. The cache
-holds c and k_p only; ``absorbed`` reads them as they are, so a decode step never expands keys or
-values.
+holds c and k_p only. ``absorbed`` reads them as they are: a decode step expands no keys or values.
 """
 
 from __future__ import annotations
@@ -22,8 +21,10 @@ from dspark.k3.state import Block, LatentState
 
 
 class MLA(Packable):
-    """One gated NoPE MLA layer. Letters: R latent rank, n nope width, p shared-key width, v value
-    width."""
+    """One gated NoPE MLA layer.
+
+    Letters: R latent rank, n nope width, p shared-key width, v value width.
+    """
 
     def __init__(self, config: K3Config) -> None:
         super().__init__()

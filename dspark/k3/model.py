@@ -58,10 +58,10 @@ class DecoderLayer(nn.Module):
         h = self.post_attention_layernorm(h)
         return self.block_sparse_moe(h) if self.moe else self.mlp(h)
 
-    def read_attention(self, prefix: Tensor | None, bank: Tensor | None) -> Tensor:
+    def read_attention(self, prefix: Tensor, bank: Tensor | None) -> Tensor:
         return mix(prefix, bank, self.self_attention_res_norm, self.self_attention_res_proj)
 
-    def read_mlp(self, prefix: Tensor | None, bank: Tensor | None) -> Tensor:
+    def read_mlp(self, prefix: Tensor, bank: Tensor | None) -> Tensor:
         return mix(prefix, bank, self.mlp_res_norm, self.mlp_res_proj)
 
 
@@ -120,17 +120,18 @@ class K3Model(nn.Module):
         wanted = taps.layer_ids if taps is not None else ()
         raw = taps is not None and taps.kind == "raw_prefix"
         tapped: dict[int, Tensor] = {}
-        prefix: Tensor | None = x
-        bank: Tensor | None = None
+        prefix, bank = x, None
         for i, layer in enumerate(self.decoder_layers):
             h = layer.read_attention(prefix, bank)
             if not raw and i - 1 in wanted:
                 tapped[i - 1] = h
-            if prefix is not None and i % block_size == 0:
-                entry = prefix.unsqueeze(-2)
-                bank, prefix = (entry if bank is None else torch.cat((bank, entry), dim=-2)), None
             out = layer.attend(h, states[i], block)
-            prefix = out if prefix is None else prefix + out
+            if i % block_size == 0:
+                entry = prefix.unsqueeze(-2)
+                bank = entry if bank is None else torch.cat((bank, entry), dim=-2)
+                prefix = out
+            else:
+                prefix = prefix + out
             prefix = prefix + layer.transform(layer.read_mlp(prefix, bank))
             if raw and i in wanted:
                 tapped[i] = prefix
@@ -175,9 +176,8 @@ class K3ForCausalLM(nn.Module):
         Args:
             tokens: [B, T] int64.
             cache: continues the requests in it; None runs whole sequences from nothing.
-            valid: [B, T] bool, False at padding, on either side; None: every row is real. Without
-                a cache
-                only right padding is possible, and padding rows return values that mean nothing.
+            valid: [B, T] bool, False at padding, on either side; None: every row is real. What
+                padding rows return means nothing. Without a cache, padding on the right only.
             taps: which hidden states to return; their kind must be one of ``tap_kinds``.
             commit: False leaves the rows pending in the cache until ``cache.commit(n)``.
 
@@ -234,8 +234,7 @@ class K3ForCausalLM(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """A fresh start for training: normal(0, initializer_range), zero reads, spread decay
-        rates."""
+        """A fresh start: normal(0, initializer_range), zero reads, spread decay rates."""
         for name, p in self.named_parameters():
             if name.endswith(("res_proj.weight", "e_score_correction_bias")):
                 p.zero_()

@@ -18,8 +18,7 @@ from dspark.k3.config import K3Config
 from dspark.k3.layers import GatedMLP, RMSNorm, activation, linear
 
 DENSE_EXPERTS_NUMEL = 2**20
-"""Below this many expert weights a layer computes every expert: the launches cost more than the
-bytes."""
+"""Below this many expert weights a layer computes every expert: launches cost more than bytes."""
 
 
 class Router(nn.Module):
@@ -65,8 +64,7 @@ class Experts(nn.Module):
         self.w2.data = self.w2.data.transpose(1, 2).contiguous().transpose(1, 2)
 
     def forward(self, z: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """z [n, L], weights and chosen [n, k] -> weighted sum of the chosen experts' outputs [n,
-        L]."""
+        """z [n, L], weights and chosen [n, k] -> weighted sum of the chosen outputs [n, L]."""
         if self.w1.numel() <= DENSE_EXPERTS_NUMEL:
             return self._all(z, weights, chosen)
         return self._chosen(z, weights, chosen)

@@ -5,15 +5,12 @@ undone then, because nothing was done:
 
 - a KDA layer keeps its committed state and the block's inputs (k, v, g, beta); the next forward
   folds the accepted ones in while it reads its own rows (replay). No state is ever copied;
-- a convolution keeps the block's rows behind its window; committing picks the last ones before the
-  cut;
+- a convolution keeps the block's rows behind its window; committing picks those before the cut;
 - an MLA layer wrote its latents after the committed ones; committing moves the length.
 
-Rows that are padding (beyond a batch row's count) have beta = 0 and g = 0, which leaves a state as
-it is.
+Padding rows (beyond a batch row's count) have beta = 0 and g = 0, which leaves a state as it is.
 
-Letters: B batch, T rows of a block, H heads, K key width, V value width, C convolution channels,
-L slots.
+Letters: B batch, T rows of a block, H heads, K and V widths, C convolution channels, L slots.
 """
 
 from __future__ import annotations
@@ -31,9 +28,8 @@ from dspark.k3.config import K3Config
 class Block:
     """The rows of one forward and where they stand.
 
-    ``counts`` [B] is the number of real rows per batch row, None when all T are real. ``start`` is
-    the common committed length where all batch rows share one, else None; ``lengths`` [B] always
-    holds them.
+    ``counts`` [B] is the number of real rows per batch row, None when all T are real. ``lengths``
+    [B] holds the committed lengths, ``start`` the one they share, or None where they differ.
     """
 
     rows: int
@@ -97,8 +93,7 @@ class KDAState:
         return torch.cat((self.window, rows_BTC), dim=1)
 
     def advance(self, q: Tensor, new: KDAInputs, windowed: Tensor, block: Block) -> Tensor:
-        """Outputs [B, T, H, V] of the block's rows; ``windowed`` is what ``with_window``
-        returned."""
+        """Outputs [B, T, H, V] of the block's rows; ``windowed`` comes from ``with_window``."""
         if block.counts is not None:
             new = new.first(block.counts)
         if block.commit and new.rows > ops.KDA_CHUNK:
@@ -170,8 +165,7 @@ class LatentState:
         self.latents = torch.zeros(batch, length, width, dtype=dtype, device=device)
 
     def write(self, rows_BTX: Tensor, block: Block) -> Tensor:
-        """Put the block's latents after the committed ones; returns every visible slot [B,
-        visible, X]."""
+        """Put the block's latents after the committed ones; returns [B, visible, X]."""
         if block.start is not None:
             self.latents[:, block.start : block.start + block.rows] = rows_BTX
         else:

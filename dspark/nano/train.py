@@ -88,8 +88,7 @@ def loss_of(
 
 
 def parameter_groups(model: K3ForCausalLM, weight_decay: float) -> list[dict[str, object]]:
-    """Decay matrices only: not norms, biases, decay rates, convolutions or Attention Residuals
-    queries."""
+    """Weight decay on matrices only: not on norms, biases, decay rates, convolutions or queries."""
     decayed: list[Tensor] = []
     plain: list[Tensor] = []
     for name, p in model.named_parameters():

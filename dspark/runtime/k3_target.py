@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from torch import Tensor
 from dspark.assets import asset
 from dspark.errors import UserError
 from dspark.k3.cache import K3Cache
-from dspark.k3.checkpoint import load_k3
+from dspark.k3.checkpoint import load_k3_with_report
 from dspark.k3.model import K3ForCausalLM
 from dspark.runtime.target import Cache, TargetOutput
 from dspark.taps import TapSet
@@ -104,7 +105,13 @@ def load_target(
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder}: tokenizer.json is missing; put the target's tokenizer there")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    model = load_k3(folder, dtype=dtype, device=device)
+    model, report = load_k3_with_report(folder, dtype=dtype, device=device)
+    if report.skipped:
+        warnings.warn(
+            f"{folder}: {len(report.skipped)} tensors of the vision tower and projector skipped; "
+            "only the text decoder is read",
+            stacklevel=2,
+        )
     ends = {tokenizer.eos_token_id, model.config.eos_token_id} - {None}
     if not ends:
         raise UserError(f"{folder}: neither the tokenizer nor config.json names an end token")
