@@ -23,8 +23,10 @@ from dspark.distill.state import (
     MANIFEST,
     OPTIMISER,
     TRAINER,
+    Progress,
     manifest_fault,
     newest_checkpoint,
+    save_checkpoint,
     write_manifest,
 )
 from dspark.distill.trainer import Trainer
@@ -171,6 +173,26 @@ def test_pruning_never_counts_a_broken_newer_checkpoint(tmp_path: Path) -> None:
     found = newest_checkpoint(tmp_path / "checkpoints", lambda text: None)
     assert found is not None
     assert found.folder.name == "step-000005"
+
+
+def test_past_a_million_steps_the_newest_is_the_last_and_not_the_first_by_text(
+    tmp_path: Path,
+) -> None:
+    made, root = trainer(), tmp_path / "checkpoints"
+    for step in (999_998, 999_999, 1_000_000, 1_000_001):
+        save_checkpoint(
+            root, made.drafter, made.optimiser, Progress(step),
+            settings={}, rows_digest="toy", world_size=1, keep=2,
+        )  # fmt: skip
+    assert checkpoints(tmp_path) == ["step-1000000", "step-1000001"]
+    found = newest_checkpoint(root, lambda text: None)
+    assert found is not None
+    assert found.progress.step == 1_000_001
+    shutil.copytree(root / "step-1000000", root / "step-999999")
+    (root / "step-notes").mkdir()  # not ours: neither read nor removed
+    found = newest_checkpoint(root, lambda text: None)
+    assert found is not None
+    assert found.folder.name == "step-1000001"
 
 
 def test_leftovers_of_a_kill_inside_a_save_are_tidied(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def restore_checkpoint(
 
 def newest_checkpoint(root: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     """The newest checkpoint that matches its manifest; broken ones are named to `warn`."""
-    for folder in sorted(root.glob("step-*"), reverse=True):
+    for folder in _newest_first(root):
         fault = manifest_fault(folder)
         if fault is None:
             return Checkpoint(folder, read_json(folder / TRAINER))
@@ -188,9 +188,20 @@ def _prune(root: Path, current: Path, keep: int) -> None:
     Only called once `current` is in place. Newer folders are left alone: a run that resumed behind
     a broken checkpoint has not reached that step again yet.
     """
-    older = sorted((f for f in root.glob("step-*") if f.name < current.name), reverse=True)
+    older = [folder for folder in _newest_first(root) if _step(folder) < _step(current)]
     for folder in older[keep - 1 :]:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _newest_first(root: Path) -> list[Path]:
+    """Checkpoint folders by step: as text, step-1000000 would come before step-999999."""
+    return sorted((f for f in root.glob("step-*") if _step(f) >= 0), key=_step, reverse=True)
+
+
+def _step(folder: Path) -> int:
+    """The step in a checkpoint's name; -1 for a folder of another name."""
+    digits = folder.name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() else -1
 
 
 def clear_leftovers(root: Path) -> None:
