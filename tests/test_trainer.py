@@ -15,7 +15,7 @@ from torch import Tensor
 from dspark.distill import trainer as trainer_module
 from dspark.distill.batches import Batch, Schedule, deal, make_batch
 from dspark.distill.chat import TrainingRow
-from dspark.distill.evaluate import count_rounds, decode_held_out, disagreement
+from dspark.distill.evaluate import Decoded, count_rounds, decode_held_out, disagreement
 from dspark.distill.loss import LossSums
 from dspark.distill.objective import batch_sums, loss_weights, report, zero_sums
 from dspark.distill.optim import Optimiser, learning_rate
@@ -77,6 +77,12 @@ def test_losing_acceptance_in_real_decoding_is_called_out() -> None:
     assert warning is not None
     for cause in ("loss mask", "layer ids", "slot layout"):
         assert cause in warning
+
+
+def test_what_was_not_measured_disagrees_with_nothing() -> None:
+    """Held-out rows too short for an anchor have no teacher-forced length; no prompt, no rounds."""
+    assert disagreement([Decoded(1.0, 9, 1.2, (0.2,))], None) is None
+    assert disagreement([Decoded(1.0, 0, None, (None,))], 3.0) is None
 
 
 def test_round_counts_give_the_published_definitions() -> None:

@@ -107,14 +107,16 @@ def _summary(temperature: float, counts: Tensor) -> Decoded:
     return Decoded(temperature, int(seen[0]), ratios[0], ratios[1:])
 
 
-def disagreement(decoded: Sequence[Decoded], teacher_forced: float) -> str | None:
+def disagreement(decoded: Sequence[Decoded], teacher_forced: float | None) -> str | None:
     """A warning with likely causes when real acceptance falls far behind the teacher-forced one.
+
+    None too where one of the two was not measured: no held-out block, or no prompt that decoded.
 
     1 - TV is acceptance at temperature 1, so the rounds decoded nearest to it are compared: a
     greedy walk through text of high entropy is accepted less for no fault of anything.
     """
     measured = [result for result in decoded if result.accepted_length is not None]
-    if not measured:
+    if not measured or teacher_forced is None:
         return None
     nearest = min(measured, key=lambda result: abs(result.temperature - 1.0))
     length = nearest.accepted_length
