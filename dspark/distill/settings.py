@@ -66,8 +66,8 @@ class DataSettings:
     top_p: float = option(1.0, "nucleus of the answers; 1 keeps everything")
     top_k: int = option(0, "top-k of the answers; 0 keeps everything")
     max_new_tokens: int = option(224, "longest answer, in tokens")
-    max_length: int = option(320, "longest row (prompt and answer), in tokens; longer ones drop")
-    min_supervised: int = option(4, "rows with fewer supervised tokens are dropped")
+    max_length: int = option(320, "longest row (prompt and answer), in tokens; longer ones are cut")
+    min_supervised: int = option(4, "rows with fewer supervised tokens, once cut, are dropped")
     batch_size: int = option(128, "prompts answered at once")
     held_out: int = option(32, "rows kept away from training, for evaluation")
 
