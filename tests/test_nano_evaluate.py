@@ -20,14 +20,12 @@ from dspark.nano.evaluate import (
     held_out,
     main,
     prompt_ids,
-    repeated_share,
     summarise,
     wilson,
 )
 from dspark.nano.generate import problem, problem_identity, split_of
 from dspark.runtime.k3_target import load_target
 from dspark.runtime.sampling import SamplingParams
-from dspark_eval import metrics
 from tests.k3_tiny import TINY, tiny_model
 
 
@@ -50,22 +48,6 @@ def untrained(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempP
 def test_wilson_equals_scipy(correct: int, total: int) -> None:
     expected = binomtest(correct, total).proportion_ci(0.95, method="wilson")
     assert wilson(correct, total) == pytest.approx((expected.low, expected.high), abs=1e-6)
-
-
-def test_repeated_share_in_closed_form() -> None:
-    assert repeated_share([1, 2, 3], 4) == 0.0
-    assert repeated_share(range(30), 4) == 0.0
-    assert repeated_share([7] * 23, 4) == 1 - 1 / 20
-    assert repeated_share([1, 2, 3, 4] * 5, 4) == 1 - 4 / 17
-
-
-def test_loops_are_counted_as_the_drafter_evaluation_counts_them() -> None:
-    assert (measuring._LOOP_NGRAM, measuring._LOOP_SHARE) == (
-        metrics.LOOP_NGRAM,
-        metrics.LOOP_SHARE,
-    )
-    for tokens in ([1, 2, 3] * 9, list(range(20)), [*range(30), *range(12)]):
-        assert repeated_share(tokens, 8) == metrics.repeated_share(tokens)
 
 
 def test_problems_are_held_out_and_a_prefix_of_any_larger_set() -> None:

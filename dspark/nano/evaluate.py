@@ -11,7 +11,7 @@ change its text. Definitions, over n answers of which k are right:
     ended            the last token is an end token, so nothing was cut off
     repeated 4-grams 1 - distinct / all token 4-grams of an answer, mean over answers; beside it the
                      same of the generator's own solutions, which repeat numbers and phrases too
-    loops            more than 30 % of an answer's 8-grams are repeats, as `dspark eval` counts them
+    loops            more than 30 % of an answer's 8-grams are repeats, as in `dspark eval`
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from rich.table import Table
 
 from dspark.errors import UserError
 from dspark.files import atomic_write_json
+from dspark.loops import is_loop, repeated_share
 from dspark.nano.generate import Problem, problem
 from dspark.nano.grade import final_answer, is_correct
 from dspark.nano.problems import FAMILIES
@@ -49,7 +50,6 @@ MAX_NEW_TOKENS = 224
 """The longest of 5,000 held-out solutions has fewer than 150 tokens."""
 _BATCH = 125
 _Z95 = 1.959964
-_LOOP_NGRAM, _LOOP_SHARE = 8, 0.3
 _TOPICS = {family.name: family.topic for family in FAMILIES}
 
 
@@ -89,12 +89,6 @@ def wilson(correct: int, total: int, z: float = _Z95) -> tuple[float, float]:
     half = z * math.sqrt(correct * (total - correct) / total + z * z / 4)
     low, high = (centre - half) / (total + z * z), (centre + half) / (total + z * z)
     return max(0.0, low), min(1.0, high)
-
-
-def repeated_share(tokens: Sequence[int], n: int) -> float:
-    """Share of the n-grams of `tokens` that occurred before in it; 0 for fewer than n tokens."""
-    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def held_out(count: int, seed: int = SEED) -> list[Problem]:
@@ -162,7 +156,7 @@ def summarise(answers: Sequence[Answer], tokenizer: PreTrainedTokenizerBase) -> 
         "mean_tokens": _mean([len(tokens) for tokens in own]),
         "repeated_4gram_share": _mean([repeated_share(tokens, 4) for tokens in own]),
         "repeated_4gram_share_of_solutions": _mean([repeated_share(ids, 4) for ids in reference]),
-        "loop_share": _mean([repeated_share(t, _LOOP_NGRAM) > _LOOP_SHARE for t in own]),
+        "loop_share": _mean([is_loop(tokens) for tokens in own]),
         "steps": {name: score.record() for name, score in by_steps.items()},
         "families": {
             name: {"topic": _TOPICS[name]} | score.record() for name, score in by_family.items()

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dspark.loops import is_loop
 from dspark.runtime.records import Generation, RoundRecord
 
 MIN_PROMPTS = 30
-LOOP_NGRAM = 8
-LOOP_SHARE = 0.30
 CONTEXT_EDGES = (128, 512, 2048, 8192, 32768)  # tokens; 2k, 8k and 32k are the usual buckets
 BOOTSTRAP_RESAMPLES = 2000
 
@@ -176,17 +175,6 @@ def sample_size_warnings(n_prompts: int) -> list[str]:
 
 
 # ------------------------------------------------------------------ loops and context length
-
-
-def repeated_share(tokens: Sequence[int], n: int = LOOP_NGRAM) -> float:
-    """Share of the answer's n-grams that occurred before in it: 1 - distinct / all. 0 if none."""
-    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def is_loop(tokens: Sequence[int]) -> bool:
-    """Whether more than 30 % of the answer's 8-grams are repeats: greedy text that loops."""
-    return repeated_share(tokens) > LOOP_SHARE
 
 
 def loop_share(answers: Sequence[Sequence[int]]) -> float | None:
