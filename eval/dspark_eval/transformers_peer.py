@@ -9,8 +9,10 @@ tokens is fixed.
 "Equal shape" is: same vocabulary, hidden size, layers and which of them are full attention, heads,
 head sizes, latent ranks, dense width, experts, experts per token, shared experts. What Kimi-Linear
 does not have (Attention Residuals, output gate on full attention, latent experts, SiTU) is left
-out, which favours the peer. Its experts read the full hidden state, so their width is scaled by
-latent / hidden to give an expert as many weights as the target's.
+out, which favours the peer. Its routed experts read the full hidden state, so their width is scaled
+by latent / hidden to give an expert as many weights as the target's. Kimi-Linear takes the width of
+its shared experts from the same key, so they shrink by that factor as well (by half in k3-nano),
+although the target's are not latent: this favours the peer once more.
 """
 
 from __future__ import annotations
