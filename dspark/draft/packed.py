@@ -2,9 +2,14 @@
 
 Drafting at batch 1 multiplies eight rows, so time goes into the number of calls. Query, key and
 value of a layer become one matrix, gate and up another, and the keys and values that all layers
-take from a context feature a third. Packing copies the weights. Every new context asks for the
-copies and they are rebuilt if any weight was replaced, moved or updated in place since; they are
-never part of a checkpoint.
+take from a context feature a third.
+
+All of these are copies, as are the transposed `output` and `down` and the stacked per-head norms
+`qk_norm` and `context_norm`. Only `attention_norm` and `mlp_norm` alias the live parameters, so
+a weight written in place while a context is in use would reach these two and none of the copies.
+That is why nothing is patched: every new context asks for the packed weights, and the whole set is
+built again if any weight was replaced, moved or updated in place since. It is never part of a
+checkpoint.
 
 Letters: L layers, D hidden, H query heads, J key heads, K head dim, F MLP width.
 """
