@@ -177,6 +177,7 @@ def test_mismatch_names_position_and_the_gap_of_the_top_two_logits():
         ({"draft_length": 0}, "--draft-length"),
         ({"dtype": "int8"}, "--dtype"),
         ({"device": "tpu"}, "--device"),
+        ({"device": "cuda:x"}, "--device: expected cpu, cuda or cuda:N"),
         ({"threads": 0}, "--threads"),
         ({"temperature": ()}, "--temperature"),
         ({"temperature": (0.0, 0.0)}, "--temperature"),
@@ -359,8 +360,6 @@ def test_a_missing_drafter_is_named_before_the_target_is_opened(pair, tmp_path):
         load_pair(missing)
 
 
-def test_no_gpu_is_said_plainly(pair):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(UserError, match="no usable GPU"):
-        load_pair(options(pair, device="cuda"))
+def test_a_gpu_that_is_not_there_is_said_plainly(pair):
+    with pytest.raises(UserError, match="--device cuda:99: "):
+        load_pair(options(pair, device="cuda:99"))

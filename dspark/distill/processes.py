@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dspark.errors import UserError
+from dspark.devices import find_device
 
 _PATIENCE = timedelta(hours=6)  # answers to prompts are shared out and take unequal time
 
@@ -29,12 +29,18 @@ class Processes:
 
     @classmethod
     def start(cls, device: str) -> Processes:
-        """Join the launcher's group if there is one. `device`: auto | cpu | cuda."""
-        if device == "cuda" and not torch.cuda.is_available():
-            raise UserError("target.device is cuda, but torch sees no GPU; use auto or cpu")
+        """Join the launcher's group if there is one. `device`: auto | cpu | cuda.
+
+        Raises UserError for a GPU that is not there.
+        """
+        if device != "auto":
+            find_device(device, "target.device")
         on_cpu = device == "cpu" or not torch.cuda.is_available()
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls(torch.device("cpu" if on_cpu else "cuda"))
+        if not on_cpu:  # the launcher gives every process of a machine a GPU of its own
+            rank = os.environ.get("LOCAL_RANK", "0")
+            find_device(f"cuda:{rank}", f"process {rank} of this machine:")
         from accelerate import PartialState
 
         state = PartialState(cpu=on_cpu, timeout=_PATIENCE)

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from dspark.devices import find_device
 from dspark.distill.chat import ChatFormat, RowError
 from dspark.distill.fingerprint import tokenizer_fingerprint
 from dspark.draft.checkpoint import load_drafter, read_config
@@ -73,14 +74,13 @@ def load_pair(options: BenchOptions | EvalOptions) -> Pair:
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"--device {options.device}: no usable GPU; `dspark doctor` says why")
+    device = find_device(options.device, "--device")
     # the drafter's config first: it costs nothing, a large target takes a minute
     config = read_config(options.draft)
     draft_length = check_draft_length(options.draft_length, config.block_size)
     dtype = getattr(torch, options.dtype)
-    loaded = load_target(options.target, dtype=dtype, device=options.device)
-    drafter = load_drafter(options.draft, loaded.target, dtype=dtype, device=options.device)
+    loaded = load_target(options.target, dtype=dtype, device=device)
+    drafter = load_drafter(options.draft, loaded.target, dtype=dtype, device=device)
     chat = ChatFormat(loaded.tokenizer)
     return Pair(
         target=loaded.target,

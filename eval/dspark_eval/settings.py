@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from dspark.devices import check_device_name
 from dspark.errors import UserError
 from dspark.runtime.sampling import SamplingParams
 
-DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 PICTURES = (".png", ".svg", ".pdf")
 PUBLISHED_SEED = 980406  # the seed of DeepSpec's evaluation, for numbers to be set beside its own
@@ -57,10 +57,7 @@ def _check_shared(options: BenchOptions | EvalOptions) -> None:
         options.dtype in DTYPES,
         f"--dtype: expected one of {', '.join(DTYPES)}; got {options.dtype!r}",
     )
-    _require(
-        options.device.split(":")[0] in DEVICES,
-        f"--device: expected cpu, cuda or cuda:N; got {options.device!r}",
-    )
+    check_device_name(options.device, "--device")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,32 @@
+"""From the name of a device to one that is there, or to one line that says why not."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from dspark.errors import UserError
+
+_NAME = re.compile(r"cpu|cuda(:(0|[1-9]\d*))?")
+
+
+def check_device_name(name: str, option: str) -> None:
+    """UserError, naming `option`, unless `name` is cpu, cuda or cuda:N. Looks at no device."""
+    if not _NAME.fullmatch(name):
+        raise UserError(f"{option}: expected cpu, cuda or cuda:N; got {name!r}")
+
+
+def find_device(name: str, option: str) -> torch.device:
+    """The device of that name; UserError, naming `option`, where torch sees none."""
+    check_device_name(name, option)
+    device = torch.device(name)
+    if device.type == "cpu":
+        return device
+    if not torch.cuda.is_available():
+        raise UserError(f"{option} {name}: torch sees no usable GPU; `dspark doctor` says why")
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        seen = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+        raise UserError(f"{option} {name}: no such GPU; torch sees {seen}")
+    return device
