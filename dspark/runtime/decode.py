@@ -34,7 +34,7 @@ from dspark.runtime.prefill import (
     prefill,
 )
 from dspark.runtime.proposal import Drafter, check_draft_length, propose
-from dspark.runtime.records import ALL_ACCEPTED, Generation, Proposal, RoundRecord
+from dspark.runtime.records import ALL_ACCEPTED, Generation, Proposal, RoundRecord, Verdict
 from dspark.runtime.sampling import SamplingParams, request_generator
 from dspark.runtime.target import Cache, Target
 from dspark.runtime.verify import verify
@@ -50,6 +50,31 @@ class _Request:
     sampling: SamplingParams
     generator: torch.Generator
     ends: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What the host learns of a round: the verdict, the proposed tokens and what goes on record."""
+
+    accepted: int
+    next_token: int
+    level: int
+    tokens: tuple[int, ...]
+    confidence: tuple[float, ...]
+    entropy: tuple[float, ...]
+
+    @classmethod
+    def read(cls, proposal: Proposal, verdict: Verdict) -> _Outcome:
+        """In one transfer, since each is a wait: float64 holds ids and float32 values exactly."""
+        length = proposal.tokens.shape[1]
+        parts = [verdict.accepted, verdict.next_token, verdict.level]
+        parts += [proposal.tokens[0], proposal.entropy[0]]
+        if proposal.confidence is not None:
+            parts.append(proposal.confidence[0])
+        values = torch.cat([part.double() for part in parts]).tolist()
+        accepted, next_token, level, *tokens = map(int, values[: 3 + length])
+        entropy, confidence = values[3 + length : 3 + 2 * length], values[3 + 2 * length :]
+        return cls(accepted, next_token, level, tuple(tokens), tuple(confidence), tuple(entropy))
 
 
 class SpeculativeDecoder:
@@ -160,18 +185,16 @@ class SpeculativeDecoder:
         block = torch.cat((request.anchor.unsqueeze(1), proposal.tokens), dim=1)
         out = target.forward(block, request.cache, taps=self.drafter.taps, commit=False)
         verdict = verify(proposal, target.logits(out.hidden), request.sampling, request.generator)
-        accepted, next_token, level, *tokens = torch.cat(
-            (verdict.accepted, verdict.next_token, verdict.level, proposal.tokens[0])
-        ).tolist()
+        outcome = _Outcome.read(proposal, verdict)
         verified = clock(device)
 
-        emitted = _until_end([*tokens[:accepted], next_token], request.ends)
+        accepted = outcome.accepted
+        emitted = _until_end([*outcome.tokens[:accepted], outcome.next_token], request.ends)
         request.cache.commit(len(emitted))
-        request.anchor = torch.tensor(emitted[-1:], device=device)
+        # Where an accepted token ended the text this is not its last token, but no round follows.
+        request.anchor = verdict.next_token
         if on_tokens is not None:
             on_tokens(list(emitted))
-        confidence = [] if proposal.confidence is None else proposal.confidence[0].tolist()
-        entropy = proposal.entropy[0].tolist()
         committed = clock(device)
 
         if out.taps is not None:
@@ -183,12 +206,12 @@ class SpeculativeDecoder:
             verified=len(emitted) if cut else length,
             accepted=min(accepted, len(emitted)),
             emitted=len(emitted),
-            level=ALL_ACCEPTED if cut else level,
+            level=ALL_ACCEPTED if cut else outcome.level,
             draft_s=(drafted - start) + (end - committed),
             verify_s=verified - drafted,
             other_s=committed - verified,
-            confidence=tuple(confidence),
-            entropy=tuple(entropy),
+            confidence=outcome.confidence,
+            entropy=outcome.entropy,
         )
 
     def _draft(self, request: _Request, length: int) -> Proposal:
