@@ -38,11 +38,16 @@ def atomic_write_text(path: Path | str, text: str) -> None:
 
 
 def atomic_write_json(path: Path | str, obj: Any) -> None:
-    """Replace `path` by `obj` as indented JSON; NaN and infinity are refused (`ValueError`).
+    """Replace `path` by `json_text(obj)` in one step."""
+    atomic_write_text(path, json_text(obj))
+
+
+def json_text(obj: Any) -> str:
+    """`obj` as indented JSON with a final newline; NaN and infinity are refused (`ValueError`).
 
     JSON has no NaN, and most readers choke on Python's spelling of it. Not measured is `None`.
     """
-    atomic_write_text(path, json.dumps(obj, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    return json.dumps(obj, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_json(path: Path | str) -> Any:

@@ -22,7 +22,7 @@ from dspark.distill.config import DistillConfig, load_config
 from dspark.distill.evaluate import decoding_prompts
 from dspark.distill.run import new_drafter, run_distill
 from dspark.distill.trainer import Trainer
-from dspark.draft.checkpoint import load_drafter
+from dspark.draft.checkpoint import load_drafter, read_calibration, read_config
 from dspark.errors import UserError
 from dspark.k3.checkpoint import save_k3
 from dspark.runtime.decode import SpeculativeDecoder
@@ -100,8 +100,8 @@ def test_a_run_leaves_a_drafter_that_loads_and_drafts(finished: Any, target_fold
     assert f"drafter written to {out}" in text
     assert "16 rows with" in text  # 20 prompts, 4 held out
     assert {path.name for path in out.iterdir()} == {
-        "README.md", "checkpoints", "config.json", "model.safetensors", "rows", "run.yaml",
-        "training.json",
+        "README.md", "calibration.json", "checkpoints", "config.json", "model.safetensors", "rows",
+        "run.yaml", "training.json",
     }  # fmt: skip
 
 
@@ -122,6 +122,46 @@ def test_training_json_holds_the_agreed_keys(finished: Any) -> None:
         assert [result["temperature"] for result in record["decoded"]] == [0.0, 1.0]
         assert record["held_out"]["accepted_length"] >= 1
     assert "decoded" not in history[0]
+
+
+def test_calibration_is_what_the_last_evaluation_measured(finished: Any) -> None:
+    out = Path(finished[0].out.dir)
+    calibration = read_calibration(out, read_config(out))
+    assert calibration is not None
+    last = json.loads((out / "training.json").read_text())[-1]["held_out"]
+    assert calibration.confidence_per_slot == tuple(last["confidence_per_slot"])
+    assert calibration.acceptance_per_slot == tuple(last["acceptance"])
+    assert calibration.rows == 4
+    assert 0 < min(calibration.confidence_per_slot) < max(calibration.confidence_per_slot) < 1
+    raw = json.loads((out / "calibration.json").read_text())
+    assert (raw["calibrated"], raw["temperatures"]) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "other"),
+    [
+        ("sample_from_anchor", True, False),
+        ("layer_id_origin", "completed_layer_0_based", "hidden_states_index"),
+        ("target_tap_kind", "attn_res_mixture", "hidden"),
+    ],
+)
+def test_what_a_loader_could_guess_wrong_is_in_the_file_and_is_not_guessed(
+    finished: Any, tmp_path: Path, key: str, value: Any, other: Any
+) -> None:
+    """Slot layout, origin of layer ids, kind of tap: each wrong guess costs acceptance only."""
+    out = tmp_path / "copy"
+    out.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(Path(finished[0].out.dir) / name, out / name)
+    raw = json.loads((out / "config.json").read_text())
+    assert raw[key] == value
+    load_drafter(out)
+    (out / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if k != key}))
+    with pytest.raises(UserError, match=f"{key}: missing"):
+        load_drafter(out)
+    (out / "config.json").write_text(json.dumps(raw | {key: other}))
+    with pytest.raises(UserError, match=key):
+        load_drafter(out)
 
 
 def test_the_card_says_what_it_came_from(finished: Any, prompt_file: Path) -> None:
@@ -237,6 +277,9 @@ def test_confidence_weight_zero_builds_no_head(
     distill(config)
     drafter = load_drafter(tmp_path / "run")
     assert drafter.confidence_head is None
+    calibration = read_calibration(tmp_path / "run", drafter.config)
+    assert calibration is not None
+    assert calibration.confidence_per_slot == (None,) * 4  # not 0: nothing was predicted
     history = json.loads((tmp_path / "run" / "training.json").read_text())
     assert history[-1]["loss"] == pytest.approx(history[-1]["ce"])
 

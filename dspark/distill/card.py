@@ -75,7 +75,13 @@ def _numbers(record: Mapping[str, Any]) -> list[str]:
         f"| teacher-forced, 1 - TV | {_number(held_out['accepted_length'])} "
         f"| {_list(held_out['acceptance'])} |"
     )
-    return [*lines, "", "Settings are in `run.yaml`, the whole history in `training.json`.", ""]
+    return [
+        *lines,
+        "",
+        "Settings are in `run.yaml`, the whole history in `training.json`. The confidence is the "
+        "head's own, not calibrated: `calibration.json` holds it beside the acceptance.",
+        "",
+    ]
 
 
 def _origin(provenance: Provenance) -> list[str]:

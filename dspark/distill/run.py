@@ -3,7 +3,8 @@
     target + prompts -> rows (answers.py) -> steps (trainer.py) -> evaluation (evaluate.py)
                                                                -> checkpoints (state.py)
     OUT/run.yaml  rows/  checkpoints/          while it runs
-    OUT/config.json  model.safetensors  training.json  README.md     when it is done
+    OUT/config.json  model.safetensors  calibration.json             when it is done
+        training.json  README.md
 
 A second start in the same folder needs `resume`, and then the same settings; a run that was killed
 at any moment continues to the same weights.
@@ -40,11 +41,12 @@ from dspark.distill.processes import Processes
 from dspark.distill.prompts import read_prompts
 from dspark.distill.state import Progress, check_same_settings, explain_full_disk
 from dspark.distill.trainer import Trainer
-from dspark.draft.checkpoint import save_drafter
+from dspark.draft.calibration import CALIBRATION_FILE, measured
+from dspark.draft.checkpoint import CONFIG_FILE, WEIGHTS_FILE, save_drafter
 from dspark.draft.config import DraftConfig, TargetRecord, default_tap_ids
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
-from dspark.files import atomic_write_json, atomic_write_text
+from dspark.files import atomic_write_text, json_text
 from dspark.runtime.k3_target import LoadedTarget, load_target
 
 if TYPE_CHECKING:
@@ -220,12 +222,19 @@ def write_drafter_folder(
     out: Path, drafter: DSparkDrafter, history: Sequence[dict[str, Any]], provenance: Provenance
 ) -> None:
     """Put the finished drafter into the run folder, `config.json` last: with it, all is there."""
+    evaluated = [record["held_out"] for record in history if record.get("held_out")]
+    calibration = measured(
+        evaluated[-1] if evaluated else None, drafter.config, provenance.held_out_rows
+    )
     with explain_full_disk(out):
         fresh = out / ".finished"
-        save_drafter(fresh, drafter)
-        atomic_write_json(out / "training.json", list(history))
-        atomic_write_text(out / "README.md", model_card(provenance, history))
-        for name in ("model.safetensors", "config.json"):
+        texts = {
+            "training.json": json_text(list(history)),
+            "README.md": model_card(provenance, history),
+            CALIBRATION_FILE: json_text(calibration.to_dict()),
+        }
+        save_drafter(fresh, drafter, texts=texts)
+        for name in (*texts, WEIGHTS_FILE, CONFIG_FILE):
             os.replace(fresh / name, out / name)
         shutil.rmtree(fresh)
 

@@ -1,4 +1,4 @@
-"""Drafter folders: `config.json` and `model.safetensors`, nothing else is read.
+"""Drafter folders: `config.json`, `model.safetensors` and, if there is one, `calibration.json`.
 
 Tensor names and config keys are those of DeepSpec; the block `dflash_config` repeats the keys that
 SpecForge and SGLang look for there. What no other format records stands beside them, since each
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dspark.draft.calibration import CALIBRATION_FILE, Calibration, calibration_from_dict
 from dspark.draft.config import DraftConfig
 from dspark.draft.config_file import config_from_dict, config_to_dict
 from dspark.draft.model import DSparkDrafter
@@ -60,7 +61,7 @@ def save_drafter(
         drafter: Weights and configuration.
         dtype: Of every stored tensor; fp32 keeps training's master copy, bf16 halves the file.
         target_copies: Store embedding and LM head too.
-        texts: Further files of the folder, name -> content (`training.json`, `README.md`, ...).
+        texts: Further files of the folder, name -> content (`calibration.json`, `README.md`, ...).
     """
     tensors = dict(drafter.state_dict())
     if target_copies is not None:
@@ -107,6 +108,7 @@ def load_drafter(
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; a drafter folder was expected")
     config = read_config(folder)
+    read_calibration(folder, config)
     if target is not None:
         _check_target(folder / CONFIG_FILE, config, target)
     with torch.device("meta"):
@@ -132,6 +134,22 @@ def read_config(folder: Path | str) -> DraftConfig:
         raise UserError(f"{path}: a JSON object was expected")
     try:
         return config_from_dict(raw)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def read_calibration(folder: Path | str, config: DraftConfig) -> Calibration | None:
+    """What the folder of that drafter says of its confidence; None if it holds no such file.
+
+    Raises:
+        UserError: Not JSON, another schema, or numbers of another block size.
+    """
+    path = Path(folder) / CALIBRATION_FILE
+    if not path.exists():
+        return None
+    _check_inside(Path(folder), path)
+    try:
+        return calibration_from_dict(read_json(path), config.block_size)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
 
