@@ -104,6 +104,17 @@ class Batch:
             anchors,
         )
 
+    def row(self, at: int, length: int) -> Batch:
+        """Row `at` alone, its first `length` tokens."""
+        one = slice(at, at + 1)
+        return Batch(
+            self.row_ids[one],
+            self.ids[one, :length],
+            self.valid[one, :length],
+            self.loss_mask[one, :length],
+            Anchors(self.anchors.positions[one], self.anchors.valid[one]),
+        )
+
     @property
     def tokens(self) -> int:
         """Real tokens, without padding."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from dspark.distill.batches import Batch
 from dspark.distill.loss import LossSums, LossWeights, distill_loss
 from dspark.distill.settings import TrainSettings
-from dspark.distill.taps import target_features
+from dspark.distill.taps import FeatureSource, target_features
 from dspark.draft.anchors import block_inputs, blocks
 from dspark.draft.model import DSparkDrafter
 from dspark.runtime.target import Target
@@ -33,14 +33,19 @@ def loss_weights(settings: TrainSettings) -> LossWeights:
 
 
 def batch_sums(
-    target: Target, drafter: DSparkDrafter, batch: Batch, settings: TrainSettings
+    target: Target,
+    drafter: DSparkDrafter,
+    batch: Batch,
+    settings: TrainSettings,
+    source: FeatureSource | None = None,
 ) -> LossSums:
     """Loss sums of a batch on the target's device; differentiable in the drafter's weights.
 
-    Raises BadFeatures when the target's states are not finite.
+    `source` gives the target's states; without one the target runs over the padded batch. Raises
+    BadFeatures when the states are not finite.
     """
     config = drafter.config
-    features = target_features(target, batch, drafter.taps)
+    features = source(batch) if source else target_features(target, batch, drafter.taps)
     block = blocks(batch.ids, batch.loss_mask, batch.anchors, config.block_size)
     inputs = block_inputs(block.prev[..., 0], config.block_size, config.mask_token_id)
     autocast = torch.autocast(

@@ -139,6 +139,7 @@ class TrainSettings:
     confidence: float = option(1.0, "weight of the confidence loss")
     confidence_detach: bool = option(False, "stop the confidence gradient before the backbone")
     decay: float = option(4.0, "slot k weighs exp(-k / decay)")
+    keep_gib: float = option(2.0, "with several epochs: memory for target states; 0 keeps none")
     chunk: int = option(4096, "supervised slots whose logits exist at once")
     seed: int = option(0, "decides initial weights, row order, anchors and answers")
     log_every: int = option(5, "steps between records in training.json")
@@ -148,7 +149,9 @@ class TrainSettings:
             "train", self, 1, "epochs", "max_steps", "rows_per_step", "micro_rows", "anchors",
             "chunk", "log_every",
         )  # fmt: skip
-        _check_at_least("train", self, 0, "weight_decay", "ce", "tv", "confidence", "seed")
+        _check_at_least(
+            "train", self, 0, "weight_decay", "ce", "tv", "confidence", "seed", "keep_gib"
+        )
         for name in ("lr", "eps", "clip", "decay"):
             value = getattr(self, name)
             _check(math.isfinite(value) and value > 0, f"train.{name} is {value}: expected above 0")

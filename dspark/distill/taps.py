@@ -3,13 +3,20 @@
 One pass of the frozen target over right-padded rows gives the drafter's input (taps) and the state
 whose logits the drafter imitates (post-norm hidden). Nothing is written to disk, so there is no
 cache to outgrow or to go stale; logits are formed later and only for supervised slots.
+
+A run of several epochs meets every row again. `KeptFeatures` then runs each row through the target
+once, *alone*, and keeps what fits in memory. Alone, because a row's states differ in the last bits
+with the company it is padded in: this way they are the same whenever they are computed, and a
+resumed run, which computes them again, ends with the same weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dspark.distill.batches import Batch
@@ -30,6 +37,41 @@ class Features:
     hidden: Tensor
 
 
+FeatureSource = Callable[[Batch], Features]
+"""Where the target's states of a batch come from."""
+
+
+class KeptFeatures:
+    """Features of each row computed alone, once, and kept while they fit into `budget` bytes."""
+
+    def __init__(self, target: Target, taps: TapSet, budget: int) -> None:
+        self._target, self._taps, self._free = target, taps, budget
+        self._kept: dict[tuple[int, ...], Features] = {}
+
+    def __call__(self, batch: Batch) -> Features:
+        """Features of a padded batch, zero at padding. Raises BadFeatures as `target_features`."""
+        counts = batch.valid.sum(1).tolist()
+        rows = [self._row(batch, at, n) for at, n in enumerate(counts)]
+        length = batch.ids.shape[1]
+
+        def padded(parts: list[Tensor]) -> Tensor:
+            return torch.cat([F.pad(x, (0, 0, 0, length - x.shape[1])) for x in parts])
+
+        return Features(padded([r.taps for r in rows]), padded([r.hidden for r in rows]))
+
+    def _row(self, batch: Batch, at: int, count: int) -> Features:
+        ids = batch.ids[at : at + 1, : max(1, count)]
+        key = tuple(ids[0].tolist())
+        if key not in self._kept:
+            made = target_features(self._target, batch.row(at, max(1, count)), self._taps)
+            size = sum(x.numel() * x.element_size() for x in (made.taps, made.hidden))
+            if size > self._free:
+                return made
+            self._free -= size
+            self._kept[key] = made
+        return self._kept[key]
+
+
 @torch.no_grad()
 def target_features(target: Target, batch: Batch, taps: TapSet) -> Features:
     """Run the target over a batch. Raises BadFeatures if a real token has a non-finite state.
@@ -38,7 +80,8 @@ def target_features(target: Target, batch: Batch, taps: TapSet) -> Features:
     """
     rows, length = batch.ids.shape
     cache = target.new_cache(rows, length)
-    output = target.forward(batch.ids, cache, valid=batch.valid, taps=taps, commit=True)
+    valid = None if bool(batch.valid.all()) else batch.valid
+    output = target.forward(batch.ids, cache, valid=valid, taps=taps, commit=True)
     assert output.taps is not None, "taps were asked for"
     keep = batch.valid[..., None]
     features = Features(output.taps.masked_fill(~keep, 0.0), output.hidden.masked_fill(~keep, 0.0))

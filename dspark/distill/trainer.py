@@ -33,7 +33,7 @@ from dspark.distill.objective import (
 from dspark.distill.optim import Optimiser, learning_rate
 from dspark.distill.processes import Processes
 from dspark.distill.settings import TrainSettings
-from dspark.distill.taps import BadFeatures
+from dspark.distill.taps import BadFeatures, FeatureSource, KeptFeatures
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
 from dspark.runtime.target import Target
@@ -89,6 +89,7 @@ class Trainer:
         self.schedule = Schedule(
             len(rows), settings.rows_per_step, settings.epochs, settings.max_steps, settings.seed
         )
+        self.source = _feature_source(target, drafter, settings)
         self.stop_requested = False
 
     def run_step(self, step: int) -> StepResult:
@@ -127,7 +128,7 @@ class Trainer:
         """Loss and acceptance under teacher forcing on other rows, over all processes."""
         sums = zero_sums(self.drafter.config.block_size, self.processes.device)
         for batch in self._batches(rows, range(len(rows)), HELD_OUT_EPOCH):
-            part = batch_sums(self.target, self.drafter, batch, self.settings)
+            part = batch_sums(self.target, self.drafter, batch, self.settings, self.source)
             sums = sums + part
         sums, _ = self._reduce(sums, 0, False)
         return report(sums, loss_weights(self.settings))
@@ -148,7 +149,7 @@ class Trainer:
     def _accumulate(self, batch: Batch) -> tuple[LossSums, str | None]:
         """Add the gradient of a micro-batch's summed loss; returns its sums, or a fault."""
         try:
-            sums = batch_sums(self.target, self.drafter, batch, self.settings)
+            sums = batch_sums(self.target, self.drafter, batch, self.settings, self.source)
         except BadFeatures as error:
             return zero_sums(self.drafter.config.block_size, self.processes.device), str(error)
         fault = self._fault(sums, batch)
@@ -182,6 +183,15 @@ class Trainer:
             f"step {step + 1}: {'; '.join(faults)}; nothing was changed in this step. Earlier "
             "checkpoints are intact: lower train.lr, or remove the rows, and start a new run"
         )
+
+
+def _feature_source(
+    target: Target, drafter: DSparkDrafter, settings: TrainSettings
+) -> FeatureSource | None:
+    """Keep target states where rows come again; None: run the target over every batch."""
+    if settings.epochs == 1 or settings.keep_gib == 0:
+        return None
+    return KeptFeatures(target, drafter.taps, int(settings.keep_gib * 2**30))
 
 
 def _finite(tensor: Tensor) -> bool:

@@ -1,7 +1,6 @@
 """Kimi Delta Attention: the gated delta rule with one decay per key channel.
 
-Per head, with state S [K, V], log-decay g_t < 0 per channel, unit keys k_t and write strength
-beta_t:
+Per head, with state S [K, V], log-decay g_t < 0 per channel, unit keys k_t, write strength beta_t:
 
     S <- diag(exp g_t) S ;  u = v_t - S^T k_t ;  S <- S + beta_t k_t u^T ;  o_t = S^T q_t
 
