@@ -45,6 +45,7 @@ from dspark.draft.calibration import CALIBRATION_FILE, measured
 from dspark.draft.checkpoint import CONFIG_FILE, WEIGHTS_FILE, save_drafter
 from dspark.draft.config import DraftConfig, TargetRecord, default_tap_ids
 from dspark.draft.model import DSparkDrafter
+from dspark.draft.start import initialise
 from dspark.errors import UserError
 from dspark.files import atomic_write_text, json_text
 from dspark.runtime.k3_target import LoadedTarget, load_target
@@ -181,9 +182,9 @@ def new_drafter(
             f"drafter.tap_kind is {draft_config.target_tap_kind!r}: target {target.name} has "
             f"{', '.join(target.tap_kinds)}"
         )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.train.seed)
-        return DSparkDrafter(draft_config)
+    drafter = DSparkDrafter(draft_config)
+    initialise(drafter, torch.Generator().manual_seed(config.train.seed))
+    return drafter
 
 
 def evaluation(
