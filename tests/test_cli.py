@@ -267,8 +267,10 @@ def test_ctrl_c_says_how_to_go_on(
 
 
 def test_ctrl_c_as_a_signal() -> None:
+    # A shell starts background jobs with the signal ignored, and children inherit that.
     code = (
-        "import sys, time, dspark.cli, dspark.doctor;"
+        "import signal, sys, time, dspark.cli, dspark.doctor;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"
         "dspark.doctor.examine = lambda: (print('ready', flush=True), time.sleep(60));"
         "sys.argv[1:] = ['doctor']; dspark.cli.main()"
     )
