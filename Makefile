@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_VENV ?= .venv-demo
 DEMO_RUN ?= runs/demo
+# One single-threaded process per core trains fastest: the matrices are small.
+PROCESSES ?= 2
 
 # Spinning OpenMP threads would fight the other core for nothing.
 export OMP_WAIT_POLICY := passive
@@ -21,10 +23,11 @@ help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
 
 demo: $(DEMO_VENV)/.installed  ## distil a drafter for the shipped target, then measure the speed-up
-	$(DEMO_VENV)/bin/python -m dspark distill --out $(DEMO_RUN) \
+	OMP_NUM_THREADS=1 $(DEMO_VENV)/bin/torchrun --standalone --nproc-per-node $(PROCESSES) \
+		-m dspark distill --out $(DEMO_RUN) \
 		$(if $(wildcard $(DEMO_RUN)/run.yaml),--resume)
 	$(DEMO_VENV)/bin/python -m dspark bench --batch 1 --draft $(DEMO_RUN) --draft-length 7 \
-		--temperature 0 --temperature 1 --peer \
+		--temperature 0 --temperature 1 --peer --threads 1 \
 		--json $(DEMO_RUN)/bench.json --plot $(DEMO_RUN)/bench.png
 
 test: $(VENV)/.oracles  ## the fast tier on CPU (under 15 minutes on 2 cores)

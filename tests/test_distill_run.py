@@ -106,15 +106,17 @@ def test_a_run_leaves_a_drafter_that_loads_and_drafts(finished: Any, target_fold
 
 
 def test_training_json_holds_the_agreed_keys(finished: Any) -> None:
+    train = finished[0].train
     history = json.loads((Path(finished[0].out.dir) / "training.json").read_text())
     assert [record["step"] for record in history] == [2, 4, 6, 8]
     keys = {"step", "loss", "ce", "tv", "confidence_bce", "accepted_length", "tokens_per_s"}
     for record in history:
         assert keys <= record.keys()
         assert all(isinstance(record[key], int | float) for key in keys)
-        assert record["loss"] == pytest.approx(
-            0.1 * record["ce"] + 0.9 * 2 * record["tv"] + 1.0 * record["confidence_bce"], rel=1e-6
-        )
+        terms = (record["ce"], 2 * record["tv"], record["confidence_bce"])
+        weights = (train.ce, train.tv, train.confidence)
+        expected = sum(w * term for w, term in zip(weights, terms, strict=True))
+        assert record["loss"] == pytest.approx(expected, rel=1e-6)
         assert 1 <= record["accepted_length"] <= 5
         for name in ("acceptance", "ce_per_slot", "tv_per_slot", "confidence_bce_per_slot"):
             assert len(record[name]) == 4
@@ -179,7 +181,7 @@ def test_a_second_start_needs_resume_and_a_resume_needs_a_run(finished: Any) -> 
     assert "continuing after step 8" in distill(config, resume=True)
     assert (Path(config.out.dir) / "model.safetensors").read_bytes() == before
     changed = replace(config, train=replace(config.train, lr=1.0))
-    with pytest.raises(UserError, match=r"train\.lr was 0\.0015, now 1\.0"):
+    with pytest.raises(UserError, match=r"train\.lr was 0\.0025, now 1\.0"):
         distill(changed, resume=True)
 
 

@@ -1,7 +1,9 @@
 """The knobs of a distillation run, one frozen dataclass per section, each value checked.
 
-Defaults are sized for the shipped nano target on two CPU cores. A field's description travels with
-it into the saved `run.yaml`. Raises UserError naming the key, its value and what was expected.
+Defaults are sized for the shipped nano target on two CPU cores; eval/LOG.md has the measurements
+that chose them. (DeepSpec's recipe is ce 0.1, confidence_detach false and every anchor.) A field's
+description travels with it into the saved `run.yaml`. Raises UserError naming the key, its value
+and what was expected.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class DataSettings:
     """Prompts, and how the target answers them."""
 
     prompts: tuple[str, ...] = option((), "JSONL files; empty means the shipped training prompts")
-    max_prompts: int | None = option(1200, "use this many prompts, spread evenly; null means all")
+    max_prompts: int | None = option(1600, "use this many prompts, spread evenly; null means all")
     strict: bool = option(False, "stop at the first bad line instead of skipping and counting it")
     responses: str = option("regenerate", "regenerate: the target answers | given: file's answers")
     thinking: bool = option(False, "the chat template's thinking switch")
@@ -121,12 +123,12 @@ class DrafterSettings:
 class TrainSettings:
     """Loss, batch and optimiser. One optimiser step is one global batch of `rows_per_step` rows."""
 
-    epochs: int = option(1, "passes over the training rows")
+    epochs: int = option(6, "passes over the training rows")
     max_steps: int | None = option(None, "end the schedule at this step; null: epochs only")
     rows_per_step: int = option(8, "rows in one optimiser step, over all processes")
     micro_rows: int = option(8, "rows in one forward pass; a memory limit, nothing else")
-    anchors: int = option(64, "blocks trained per row")
-    lr: float = option(1.5e-3, "peak learning rate")
+    anchors: int = option(16, "blocks trained per row")
+    lr: float = option(2.5e-3, "peak learning rate")
     beta1: float = option(0.9, "AdamW decay of the first moment")
     beta2: float = option(0.95, "AdamW decay of the second moment")
     eps: float = option(1e-8, "AdamW epsilon")
@@ -134,15 +136,15 @@ class TrainSettings:
     warmup: float = option(0.04, "share of all steps with a rising learning rate")
     clip: float = option(1.0, "largest gradient norm")
     precision: str = option("fp32", "fp32 | bf16: dtype of matmuls; weights and moments stay fp32")
-    ce: float = option(0.1, "weight of the cross-entropy with the row's own tokens")
+    ce: float = option(0.5, "weight of the cross-entropy with the row's own tokens")
     tv: float = option(0.9, "weight of 2 TV between drafter and target")
     confidence: float = option(1.0, "weight of the confidence loss")
-    confidence_detach: bool = option(False, "stop the confidence gradient before the backbone")
+    confidence_detach: bool = option(True, "stop the confidence gradient before the backbone")
     decay: float = option(4.0, "slot k weighs exp(-k / decay)")
     keep_gib: float = option(2.0, "with several epochs: memory for target states; 0 keeps none")
     chunk: int = option(4096, "supervised slots whose logits exist at once")
     seed: int = option(0, "decides initial weights, row order, anchors and answers")
-    log_every: int = option(5, "steps between records in training.json")
+    log_every: int = option(10, "steps between records in training.json")
 
     def __post_init__(self) -> None:
         _check_at_least(
@@ -172,7 +174,7 @@ class TrainSettings:
 class EvalSettings:
     """What is measured while training."""
 
-    every: int = option(75, "steps between evaluations; the last step is always evaluated")
+    every: int = option(300, "steps between evaluations; the last step is always evaluated")
     prompts: int = option(12, "held-out prompts decoded with the real loop")
     max_new_tokens: int = option(96, "longest answer decoded")
     temperatures: tuple[float, ...] = option((0.0, 1.0), "sampling temperatures decoded at")
@@ -193,7 +195,7 @@ class OutSettings:
     """Where the run lives."""
 
     dir: str = option("runs/nano-drafter", "run folder; becomes the drafter's checkpoint folder")
-    checkpoint_every: int = option(50, "steps between resumable checkpoints")
+    checkpoint_every: int = option(150, "steps between resumable checkpoints")
     keep: int = option(2, "resumable checkpoints kept")
 
     def __post_init__(self) -> None:
