@@ -4,6 +4,7 @@ which a folder can be wrong."""
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dspark.draft import DraftConfig, DSparkDrafter, TargetRecord
-from dspark.draft.checkpoint import TargetCopies, load_drafter, read_config, save_drafter
+from dspark.draft.checkpoint import (
+    WEIGHTS_FILE,
+    TargetCopies,
+    load_drafter,
+    read_config,
+    save_drafter,
+)
 from dspark.errors import UserError
 from tests import oracles
 
@@ -245,6 +252,13 @@ BAD_CONFIGS = {
     "other markov head": (put("markov_head_type", "rnn"), "markov_head_type: 'rnn' .*vanilla"),
     "no markov head": (put("markov_rank", 0), "markov_rank: 0"),
     "sliding window": (put("layer_types", ["sliding_attention"] * 2), "layer_types"),
+    "layer types a number": (put("layer_types", 5), "layer_types: 5"),
+    "rope scaling a list": (
+        lambda raw: raw.update(rope_parameters=None, rope_scaling=[1]),
+        "rope_scaling: .*an object",
+    ),
+    "nest a text": (put("dflash_config", "mask_token_id"), "dflash_config: .*an object"),
+    "architectures nested": (put("architectures", [{}]), "architectures"),
     "attention bias": (put("attention_bias", True), "attention_bias"),
     "not a drafter": (put("architectures", ["Qwen3ForCausalLM"]), "architectures"),
     "contradiction": (
@@ -252,6 +266,20 @@ BAD_CONFIGS = {
         "mask_token_id: 49 in top level but 3 in dflash_config",
     ),
 }
+
+
+def test_weights_stored_as_integers_are_refused(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS_FILE)
+    tensors["norm.weight"] = tensors["norm.weight"].to(torch.int8)
+    save_file(tensors, folder / WEIGHTS_FILE)
+    with pytest.raises(UserError, match=r"norm\.weight is stored as torch\.int8"):
+        load_drafter(folder)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX permissions")
+def test_weights_are_as_readable_as_the_rest(folder: Path) -> None:
+    modes = {path.stat().st_mode & 0o777 for path in folder.iterdir() if path.is_file()}
+    assert len(modes) == 1
 
 
 @pytest.mark.parametrize("case", BAD_CONFIGS)

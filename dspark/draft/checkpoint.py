@@ -79,6 +79,7 @@ def save_drafter(
     config = config_to_dict(drafter.config, dtype=dtype, with_copies=target_copies is not None)
     with atomic_folder(folder) as fresh:
         save_file(tensors, fresh / WEIGHTS_FILE, metadata={"format": "pt"})
+        (fresh / WEIGHTS_FILE).chmod(0o666 & fresh.stat().st_mode)  # safetensors makes it private
         atomic_write_json(fresh / CONFIG_FILE, config)
         for name, text in (texts or {}).items():
             if Path(name).name != name or name in (CONFIG_FILE, WEIGHTS_FILE):
@@ -212,7 +213,14 @@ def _read_file(
             elif shape != wanted:
                 raise UserError(f"{path}: {name} has shape {shape}, expected {wanted}")
             elif name in expected:
-                tensors[name] = file.get_tensor(name)
+                tensors[name] = _floats(path, name, file.get_tensor(name))
+
+
+def _floats(path: Path, name: str, tensor: Tensor) -> Tensor:
+    """The tensor; integers are refused, since a cast would load a quantised file as noise."""
+    if not tensor.is_floating_point():
+        raise UserError(f"{path}: {name} is stored as {tensor.dtype}, floats were expected")
+    return tensor
 
 
 def _weight_files(folder: Path) -> list[Path]:

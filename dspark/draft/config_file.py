@@ -116,16 +116,16 @@ def config_from_dict(raw: Mapping[str, Any]) -> DraftConfig:
     for key, wanted in FIXED.items():
         if raw.get(key, wanted) != wanted:
             raise ValueError(f"{key}: {raw[key]!r} is not supported, only {wanted!r} ({found})")
-    kinds = set(raw.get("layer_types") or ()) - {"full_attention"}
-    if kinds:
-        raise ValueError(f"layer_types: {', '.join(sorted(map(str, kinds)))} is not supported")
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
+        raise ValueError(f"layer_types: {kinds!r} is not supported, only 'full_attention'")
     return DraftConfig(**values, rope_theta=_rope_theta(raw), target=_record(raw.get("target")))
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures")
     known = (ARCHITECTURE, DEEPSPEC_ARCHITECTURE)
-    if not isinstance(names, list) or not set(names) & set(known):
+    if not isinstance(names, list) or not any(name in known for name in names):
         raise ValueError(f"architectures: {names!r} is no drafter, expected one of {list(known)}")
     return str(names[0])
 
@@ -133,6 +133,9 @@ def _architecture(raw: Mapping[str, Any]) -> str:
 def _lookup(raw: Mapping[str, Any], key: str) -> Any:
     """Value of a key at top level or in a nest; all places that have it must agree."""
     places = {"top level": raw, **{nest: raw.get(nest) or {} for nest in NESTS}}
+    for place, values in places.items():
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{place}: {values!r} given, an object was expected")
     found = {place: values[key] for place, values in places.items() if key in values}
     if not found:
         raise ValueError(f"{key}: missing; {HINTS.get(key, 'a drafter needs it')}")
@@ -168,7 +171,10 @@ def _rope_theta(raw: Mapping[str, Any]) -> float:
     """Base of the rotary frequencies, from today's nested keys or the older flat ones."""
     rope = raw.get("rope_parameters")
     if rope is None:
-        rope = {**(raw.get("rope_scaling") or {}), "rope_theta": raw.get("rope_theta")}
+        scaling = raw.get("rope_scaling") or {}
+        if not isinstance(scaling, Mapping):
+            raise ValueError(f"rope_scaling: {scaling!r} given, an object was expected")
+        rope = {**scaling, "rope_theta": raw.get("rope_theta")}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
     if kind != "default":
         raise ValueError(f"rope_parameters: rope_type {kind!r} is not supported, only 'default'")
