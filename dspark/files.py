@@ -65,6 +65,10 @@ def read_json(path: Path | str) -> Any:
         raise UserError(
             f"{path}:{error.lineno}: expected JSON: {error.msg} at column {error.colno}"
         ) from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:  # huge integers, absurd nesting
+        raise UserError(f"{path}: JSON that cannot be read ({error})") from None
 
 
 @contextmanager

@@ -105,6 +105,11 @@ def test_unreadable_json_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "latin.json").write_bytes(b'{"a": "\xe9"}')
     with pytest.raises(UserError, match="UTF-8"):
         read_json(tmp_path / "latin.json")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_json(tmp_path / "latin.json" / "below.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_json(tmp_path / "deep.json")
 
 
 def test_json_is_plain_and_round_trips(tmp_path: Path) -> None:
