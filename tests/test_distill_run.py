@@ -190,6 +190,24 @@ def test_nothing_to_resume_is_said(target_folder: Path, prompt_file: Path, tmp_p
         distill(settings(target_folder, prompt_file, tmp_path / "absent"), resume=True)
 
 
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_file_where_the_run_should_live_is_refused_at_once(
+    target_folder: Path, prompt_file: Path, tmp_path: Path, below: str
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="no folder that can be written"):
+        run_distill(settings(target_folder, prompt_file, tmp_path / "file" / below))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_broken_tokenizer_is_named(target_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(target_folder, tmp_path / "target")
+    for text, message in (("{", "tokenizer.json:1: expected JSON"), ("{}", "tokenizer cannot be")):
+        (folder / "tokenizer.json").write_text(text)
+        with pytest.raises(UserError, match=message):
+            load_target(folder)
+
+
 def test_ctrl_c_and_resume_give_the_same_drafter(
     finished: Any, target_folder: Path, prompt_file: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -243,6 +243,9 @@ def write_drafter_folder(
 def _check_folder(out: Path, config: DistillConfig, resume: bool) -> None:
     """Refuse a folder that holds another run, or none to resume. Answers alone are no run."""
     path = out / RUN_FILE
+    existing = next(folder for folder in (out, *out.parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(f"{out}: {existing} is no folder that can be written; choose another --out")
     if resume:
         if not path.is_file():
             raise UserError(f"{path}: no run to resume here; start one without --resume")

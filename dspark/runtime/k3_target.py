@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dspark.assets import asset
 from dspark.errors import UserError
+from dspark.files import read_json
 from dspark.k3.cache import K3Cache
 from dspark.k3.checkpoint import load_k3_with_report
 from dspark.k3.model import K3ForCausalLM
@@ -104,7 +105,13 @@ def load_target(
         )
     if not (folder / "tokenizer.json").is_file():
         raise UserError(f"{folder}: tokenizer.json is missing; put the target's tokenizer there")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    for name_of_file in ("tokenizer.json", "tokenizer_config.json"):
+        if (folder / name_of_file).exists():
+            read_json(folder / name_of_file)  # names file and line, which transformers does not
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise UserError(f"{folder}: the tokenizer cannot be read ({error!r})") from None
     model, report = load_k3_with_report(folder, dtype=dtype, device=device)
     if report.skipped:
         warnings.warn(
