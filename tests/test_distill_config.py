@@ -84,6 +84,9 @@ def test_null_is_a_value_where_the_type_allows_it(tmp_path: Path) -> None:
         ("drafter: {num_heads: 3}\n", r"expected a multiple of drafter\.num_kv_heads, 2"),
         ("eval: {draft_length: 9}\n", r"eval\.draft_length is 9: expected at most .*block_size, 8"),
         ("data: {top_p: 0}\n", r"data\.top_p is 0\.0"),
+        ("train:\n  lr: 2024-13-45\n", r"run\.yaml:2: train\.lr: a value that YAML cannot read"),
+        ("train:\n  lr: !!python/name:os.system\n", r"run\.yaml:2: train\.lr: a value that"),
+        ("train:\n  lr: \x01\n", r"run\.yaml: not text in UTF-8 that YAML allows"),
     ],
 )
 def test_wrong_files_name_the_place_and_what_was_expected(

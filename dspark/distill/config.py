@@ -122,6 +122,8 @@ def _read_yaml(path: Path, values: dict[str, dict[str, Any]], where: dict[str, s
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise UserError(f"{path}:{line}: not valid YAML ({error.problem})") from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise UserError(f"{path}: not text in UTF-8 that YAML allows; save it as UTF-8") from None
     if root is None:
         return
     for section, node, line in _entries(root, path):
@@ -132,7 +134,11 @@ def _read_yaml(path: Path, values: dict[str, dict[str, Any]], where: dict[str, s
             _expect_known(key, _field_names(section), f"{section}.", at)
             if key in values[section]:
                 raise UserError(f"{at}{section}.{key} is given twice; keep one")
-            value = yaml.SafeLoader("").construct_document(value_node)
+            try:
+                value = yaml.SafeLoader("").construct_document(value_node)
+            except (yaml.YAMLError, ValueError):  # a foreign tag, an impossible date
+                what = f"{at}{section}.{key}: a value that YAML cannot read; quote it"
+                raise UserError(what) from None
             values[section][key] = _coerce(section, key, value, at)
 
 
