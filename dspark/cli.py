@@ -262,7 +262,7 @@ def _parse_settings(settings: Sequence[str] | None) -> dict[str, Any]:
             raise UserError(f"--set {text}: expected section.key=value, such as train.lr=1e-3")
         try:
             parsed[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError):  # ValueError: an impossible date
             raise UserError(f"--set {text}: the value is not YAML; quote it") from None
     return parsed
 

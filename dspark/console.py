@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import typer
@@ -31,6 +32,9 @@ _SPREAD = {
 
 def run(app: typer.Typer, args: Sequence[str]) -> int:
     """Run one command line (without the program's name) and return its exit code."""
+    for name, value in pairwise(args):
+        if not value:  # as a path it would mean the folder one stands in
+            return _fail(f"{name}: got an empty value; is a shell variable unset?")
     try:
         code = app(spread_values(args), prog_name="dspark", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):

@@ -113,6 +113,11 @@ def test_version(run: Run) -> None:
         (["doctor", "extra"], "extra"),
         (["bench", "--draft", "x", "--prompts", "a.jsonl", "b.jsonl"], "b.jsonl"),
         (["eval", "--draft", "x", "--temperature", "0", "1"], "1"),
+        (["bench", "--draft", ""], "--draft: got an empty value"),
+        (["distill", "--out", ""], "--out: got an empty value"),
+        (["bench", "--draft", "x", "--seed", "-1"], "--seed: expected 0 or more"),
+        (["eval", "--draft", "x", "--threads", "100000"], "--threads: expected at most"),
+        (["distill", "--set", "train.lr=2024-13-45"], "not YAML"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(

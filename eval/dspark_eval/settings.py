@@ -7,6 +7,7 @@ that loading a target takes, nor a measurement that cannot be written. What depe
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,12 @@ def _check_shared(options: BenchOptions | EvalOptions) -> None:
         options.threads is None or options.threads >= 1,
         f"--threads: expected 1 or more; got {options.threads}",
     )
+    cores = os.cpu_count() or 1
+    _require(
+        options.threads is None or options.threads <= cores,
+        f"--threads: expected at most {cores}, the cores of this machine; got {options.threads}",
+    )
+    _require(options.seed >= 0, f"--seed: expected 0 or more; got {options.seed}")
     _require(
         options.dtype in DTYPES,
         f"--dtype: expected one of {', '.join(DTYPES)}; got {options.dtype!r}",
