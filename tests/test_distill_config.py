@@ -75,7 +75,7 @@ def test_null_is_a_value_where_the_type_allows_it(tmp_path: Path) -> None:
         ("train:\n  epochs: 2.5\n", r"run\.yaml:2: train\.epochs is 2\.5: expected int"),
         ("train:\n  epochs: true\n", r"run\.yaml:2: train\.epochs is True: expected int"),
         ("data:\n  strict: 1\n", r"run\.yaml:2: data\.strict is 1: expected bool"),
-        ("train:\n  lr: -1\n", r"run\.yaml: train\.lr is -1\.0: expected above 0"),
+        ("train:\n  lr: -1\n", r"run\.yaml: train\.lr is -1\.0: expected a finite number above 0"),
         ("train:\n  lr: .nan\n", r"train\.lr is nan"),
         ("train:\n  lr: 1\n  lr: 2\n", r"run\.yaml:3: train\.lr is given twice"),
         ("train: 3\n", r"run\.yaml:1: expected `key: value` lines"),

@@ -522,3 +522,30 @@ def test_experts_that_cannot_be_packed(tmp_path: Path):
     odd = replace(TINY, moe_intermediate_size=24)
     with pytest.raises(UserError, match='multiples of 32, got 24; write it with experts="plain"'):
         save_k3(tmp_path, tiny_model(odd))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("hidden_size", "x", "hidden_size is 'x'; expected int"),
+        ("hidden_size", True, "hidden_size is True; expected int"),
+        ("num_hidden_layers", None, "num_hidden_layers is None; expected int"),
+        ("rms_norm_eps", "small", "rms_norm_eps is 'small'; expected float"),
+        ("linear_attn_config", [], r"linear_attn_config is \[\]; expected an object"),
+    ],
+)
+def test_a_value_of_another_type_is_named(key: str, value: object, message: str) -> None:
+    config = TINY.to_dict()
+    config["text_config"][key] = value
+    with pytest.raises(UserError, match=message):
+        K3Config.from_dict(config)
+
+
+def test_sizes_that_are_left_out_are_named_with_the_file(tmp_path: Path) -> None:
+    config = TINY.to_dict()
+    del config["text_config"]["vocab_size"], config["text_config"]["hidden_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"config\.json: missing sizes: vocab_size, hidden_size"):
+        load_k3(tmp_path)
+    with pytest.raises(UserError, match="text_config is 5; expected an object"):
+        K3Config.from_dict({**config, "text_config": 5})

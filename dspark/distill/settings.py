@@ -154,9 +154,13 @@ class TrainSettings:
         _check_at_least(
             "train", self, 0, "weight_decay", "ce", "tv", "confidence", "seed", "keep_gib"
         )
+        _check(self.seed < 2**63, f"train.seed is {self.seed}: expected less than 2^63")
         for name in ("lr", "eps", "clip", "decay"):
             value = getattr(self, name)
-            _check(math.isfinite(value) and value > 0, f"train.{name} is {value}: expected above 0")
+            _check(
+                math.isfinite(value) and value > 0,
+                f"train.{name} is {value}: expected a finite number above 0",
+            )
         for name in ("beta1", "beta2", "warmup"):
             value = getattr(self, name)
             _check(0 <= value < 1, f"train.{name} is {value}: expected 0 <= {name} < 1")

@@ -87,7 +87,7 @@ def load_k3_with_report(
         UserError: anything wrong with the folder, or with the names, shapes or dtypes in it.
     """
     folder = Path(folder)
-    config = K3Config.from_dict(_read_config(folder / "config.json"))
+    config = _read_config(folder / "config.json")
     reader = ShardReader(folder)
     vision = sorted(n for n in reader.files if layout.bare(n).startswith(layout.VISION_PREFIXES))
     text = sorted(reader.files.keys() - set(vision))
@@ -214,11 +214,14 @@ def _tie(folder: Path, parameters: dict[str, Tensor]) -> None:
     parameters[_HEAD] = embedding
 
 
-def _read_config(path: Path) -> dict[str, object]:
+def _read_config(path: Path) -> K3Config:
     config = read_json(path)
     if not isinstance(config, dict):
         raise UserError(f"{path}: expected a JSON object")
-    return config
+    try:
+        return K3Config.from_dict(config)
+    except UserError as error:
+        raise UserError(f"{path.parent}/{error}") from None
 
 
 def _spell(dtype: torch.dtype) -> str:

@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from dspark.errors import UserError
+from dspark.k3.mxfp4 import quantization_block
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class K3Config:
         kind = config.get("model_type")
         if kind not in ("kimi_k3", "kimi_linear"):
             raise UserError(f"config.json: model_type is {kind!r}; expected kimi_k3 or kimi_linear")
-        text = {**config, **config["text_config"]} if "text_config" in config else dict(config)
+        text = {**config, **_section(config, "text_config")} if "text_config" in config else config
         _refuse_unsupported(text)
         try:
             values = _read_text_config(text)
@@ -122,6 +123,7 @@ class K3Config:
         absent = [name for name in required if name not in values]
         if absent:
             raise UserError(f"config.json: missing sizes: {', '.join(absent)}")
+        _check_types(values)
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,18 +172,50 @@ _PLAIN_DEFAULTS: dict[str, Any] = {
 }
 
 
+_TYPES: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+}
+
+
+def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    section = config[key]
+    if not isinstance(section, Mapping):
+        raise UserError(f"config.json: {key} is {section!r}; expected an object")
+    return section
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    """Every scalar has the type of its field; a bool is no number."""
+    for field in fields(K3Config):
+        wanted, _, optional = str(field.type).partition(" | ")
+        value = values.get(field.name, field.default)
+        if wanted not in _TYPES or (optional and value is None):
+            continue
+        if type(value) not in _TYPES[wanted]:
+            raise UserError(f"config.json: {field.name} is {value!r}; expected {field.type}")
+
+
 def _read_text_config(text: Mapping[str, Any]) -> dict[str, Any]:
-    linear = text["linear_attn_config"]
+    linear = _section(text, "linear_attn_config")
+    layers = text["num_hidden_layers"]
+    if type(layers) is not int:
+        raise UserError(f"config.json: num_hidden_layers is {layers!r}; expected int")
+    for key in ("full_attn_layers", "kda_layers"):
+        if not isinstance(linear[key], list) or any(type(i) is not int for i in linear[key]):
+            raise UserError(f"config.json: {key} is {linear[key]!r}; expected a list of layers")
     names = {f.name for f in fields(K3Config)} - _DERIVED
     values = {**_PLAIN_DEFAULTS, **{k: text[k] for k in names if k in text}}
     values |= {ours: text[theirs] for theirs, ours in _RENAMED.items() if theirs in text}
     values |= {ours: linear[theirs] for theirs, ours in _KDA_KEYS.items() if theirs in linear}
     values["full_attention_layers"] = tuple(i - 1 for i in linear["full_attn_layers"])
     listed = sorted([*linear["full_attn_layers"], *linear["kda_layers"]])
-    if listed != list(range(1, text["num_hidden_layers"] + 1)):
+    if listed != list(range(1, layers + 1)):
         raise UserError(
             "config.json: full_attn_layers and kda_layers (1-based) must name each of "
-            f"1..{text['num_hidden_layers']} once, got {listed}"
+            f"1..{layers} once, got {listed}"
         )
     values["expert_quantization"] = _expert_quantization(text.get("quantization_config"))
     return values
@@ -215,46 +249,8 @@ def _write_text_config(config: K3Config) -> dict[str, Any]:
         "num_nextn_predict_layers": 0,
     }
     if config.expert_quantization == "mxfp4":
-        text["quantization_config"] = mxfp4_quantization_block()
+        text["quantization_config"] = quantization_block()
     return text
-
-
-def mxfp4_quantization_block() -> dict[str, Any]:
-    """The published ``quantization_config``: only the routed experts are packed."""
-    weights = {
-        "num_bits": 4,
-        "type": "float",
-        "group_size": 32,
-        "strategy": "group",
-        "symmetric": True,
-        "dynamic": False,
-        "observer": "minmax",
-        "scale_dtype": "torch.uint8",
-        "zp_dtype": None,
-    }
-    group = {
-        "format": "mxfp4-pack-quantized",
-        "targets": ["Linear"],
-        "input_activations": None,
-        "output_activations": None,
-        "weights": weights,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "mxfp4-pack-quantized",
-        "quantization_status": "compressed",
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
-        "config_groups": {"group_0": group},
-        "ignore": [
-            "re:.*self_attn.*",
-            "re:.*shared_experts.*",
-            r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
-            "re:.*lm_head.*",
-            "re:.*vision_tower.*",
-            "re:.*mm_projector.*",
-        ],
-    }
 
 
 def _expert_quantization(block: Mapping[str, Any] | None) -> str | None:

@@ -12,6 +12,7 @@ Letters: C input channels.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,3 +86,41 @@ def _power_of_two(scale: Tensor) -> Tensor:
     bits = torch.where(scale == 0, 1 << (_FP32_MANTISSA_BITS - 1), bits)
     power = bits.view(torch.float32)
     return torch.where(scale == _SCALE_NAN, torch.nan, power)
+
+
+def quantization_block() -> dict[str, Any]:
+    """The published ``quantization_config``: only the routed experts are packed."""
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "group_size": 32,
+        "strategy": "group",
+        "symmetric": True,
+        "dynamic": False,
+        "observer": "minmax",
+        "scale_dtype": "torch.uint8",
+        "zp_dtype": None,
+    }
+    group = {
+        "format": "mxfp4-pack-quantized",
+        "targets": ["Linear"],
+        "input_activations": None,
+        "output_activations": None,
+        "weights": weights,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "config_groups": {"group_0": group},
+        "ignore": [
+            "re:.*self_attn.*",
+            "re:.*shared_experts.*",
+            r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+            "re:.*lm_head.*",
+            "re:.*vision_tower.*",
+            "re:.*mm_projector.*",
+        ],
+    }
