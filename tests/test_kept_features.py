@@ -72,11 +72,12 @@ def test_a_row_is_computed_once_whatever_batch_it_comes_in(
 def test_beyond_the_budget_rows_are_computed_again_to_the_same_bits(
     target: K3Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row_bytes = LENGTHS[0] * (len(TAPS.layer_ids) + 1) * target.hidden_size * 4
+    # room for row 1 alone, but row 0 comes first and takes a part of it
+    budget = LENGTHS[1] * (len(TAPS.layer_ids) + 1) * target.hidden_size * 4
     seen = counting(target, monkeypatch)
-    source = KeptFeatures(target, TAPS, row_bytes)
+    source = KeptFeatures(target, TAPS, budget)
     first, second = source(batch_of(target, [0, 1])), source(batch_of(target, [1, 0]))
-    assert seen == [9, 30, 30]  # only row 0 fitted
+    assert seen == [9, 30, 30]  # row 0 is kept, row 1 no longer fits
     assert torch.equal(first.taps[1], second.taps[0])
 
 
