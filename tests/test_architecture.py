@@ -32,7 +32,13 @@ FORBIDDEN = [
     *((layer, "dspark.runtime") for layer in ("dspark.k3", "dspark.draft")),
     *((layer, "dspark.distill") for layer in ("dspark.k3", "dspark.draft", "dspark.runtime")),
     ("dspark.k3", "dspark.draft"),
-    *((f"dspark.{part}", "dspark.cli") for part in ("k3", "draft", "runtime", "distill", "nano")),
+    *(
+        (f"dspark.{part}", command_line)
+        for part in ("k3", "draft", "runtime", "distill", "interop", "nano")
+        for command_line in ("dspark.cli", "dspark.commands")
+    ),
+    *(("dspark.interop", layer) for layer in ("dspark.runtime", "dspark.distill")),
+    *((layer, "dspark.interop") for layer in ("dspark.k3", "dspark.draft", "dspark.runtime")),
 ]
 
 
@@ -130,7 +136,7 @@ def test_only_the_command_line_imports_evaluation_and_lazily(source: Source) -> 
         return
     for found in source.imports():
         if _inside(found.module, "dspark_eval"):
-            assert source.name == "dspark.cli", f"line {found.line}: only dspark.cli may"
+            assert _inside(source.name, "dspark.commands"), f"line {found.line}: only a command may"
             assert found.lazy, f"line {found.line}: inside the command, not at the top"
 
 

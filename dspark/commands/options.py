@@ -1,0 +1,48 @@
+"""Options that several commands share, and what they print and default to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dspark.errors import UserError
+
+Draft = Annotated[
+    Path | None,
+    typer.Option(help="Folder of the drafter; without it, where `dspark distill` writes."),
+]
+Target = Annotated[str, typer.Option(help="The shipped `nano`, or the folder of a checkpoint.")]
+DraftLength = Annotated[
+    int | None,
+    typer.Option(help="Tokens proposed per round; without it, the drafter's block size."),
+]
+PromptCount = Annotated[int, typer.Option(help="At most this many prompts of each set.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
+TopP = Annotated[float, typer.Option(help="Nucleus; 1 keeps every token.")]
+TopK = Annotated[int, typer.Option(help="Most likely tokens kept; 0 keeps every token.")]
+Seed = Annotated[int, typer.Option(help="Decides every draw.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; without it, torch's choice.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+DType = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+PrintJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+
+
+def default_draft() -> Path:
+    """Where `dspark distill` writes by default. Raises UserError if no drafter is there."""
+    from dspark.distill.config import load_config
+
+    folder = Path(load_config().out.dir)
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"--draft: no drafter in {folder}, where `dspark distill` writes; run it first, "
+            "or give --draft DIR"
+        )
+    return folder
+
+
+def print_json(result: object) -> None:
+    """Indented JSON on stdout."""
+    typer.echo(json.dumps(result, indent=2, allow_nan=False))
