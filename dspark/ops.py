@@ -12,13 +12,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dspark.errors import UserError
-from dspark_kernels import kda
+from dspark_kernels import kda, kda_states, linear_kda
 
+LinearOrder = linear_kda.Order
 MODES = ("auto", "torch", "triton")
 KDA_CHUNK = kda.CHUNK
 """Rows up to which `kda_step` is the better form."""
@@ -28,11 +30,16 @@ KDA_CHUNK = kda.CHUNK
 class Op:
     """One operation and its implementations; ``triton`` is None where no such kernel exists."""
 
-    torch: Callable[..., tuple[Tensor, Tensor]]
-    triton: Callable[..., tuple[Tensor, Tensor]] | None = None
+    torch: Callable[..., Any]
+    triton: Callable[..., Any] | None = None
 
 
-_OPS = {"kda_chunk": Op(torch=kda.chunk), "kda_step": Op(torch=kda.step)}
+_OPS = {
+    "kda_chunk": Op(torch=kda.chunk),
+    "kda_step": Op(torch=kda.step),
+    "kda_states_at": Op(torch=kda_states.states_at),
+    "linear_kda_block": Op(torch=linear_kda.block),
+}
 
 
 def triton_usable() -> tuple[bool, str]:
@@ -70,7 +77,7 @@ def backends() -> dict[str, str]:
     return {name: _choose(name, _mode()) for name in _OPS}
 
 
-def _implementation(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+def _implementation(name: str) -> Callable[..., Any]:
     op = _OPS[name]
     return op.triton if op.triton is not None and _choose(name, _mode()) == "triton" else op.torch
 
@@ -94,3 +101,36 @@ def kda_step(
     """KDA over a few rows, keeping the state of the first ``keep``; see
     ``dspark_kernels.kda.step``."""
     return _implementation("kda_step")(q, k, v, g, beta, state, keep)
+
+
+def kda_states_at(
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    positions: Tensor,
+    lower_bound: float | None,
+) -> Tensor:
+    """The KDA state of a text at chosen positions; see ``dspark_kernels.kda_states.states_at``."""
+    return _implementation("kda_states_at")(k, v, g, beta, state, positions, lower_bound)
+
+
+def linear_kda_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    order: LinearOrder,
+    parents: Tensor | None,
+    lower_bound: float | None,
+) -> Tensor:
+    """Linearised KDA over one block; see ``dspark_kernels.linear_kda.block``."""
+    return _implementation("linear_kda_block")(q, k, v, g, beta, state, order, parents, lower_bound)
+
+
+def linear_kda_norm(k: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """|A| of every block and head, for reports; see ``dspark_kernels.linear_kda.norm_of_A``."""
+    return linear_kda.norm_of_A(k, g, beta)

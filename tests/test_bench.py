@@ -287,7 +287,7 @@ def test_values_of_a_run(measured, pair):
     assert 1 <= sampled["accepted_length"] <= BLOCK_SIZE + 1
     assert len(greedy["conditional_acceptance"]) == BLOCK_SIZE
     assert greedy["n_prompts"] == 3
-    assert greedy["backends"] == {"kda_chunk": "torch", "kda_step": "torch"}
+    assert greedy["backends"].items() >= {"kda_chunk": "torch", "kda_step": "torch"}.items()
     assert greedy["environment"]["torch"] == torch.__version__
     assert greedy["target"] == str(pair.target)
     assert greedy["drafter"] == str(pair.draft)
