@@ -1,6 +1,6 @@
 """Every knob of a distillation run, checked once, saved beside what it made.
 
-A run is described by one frozen `DistillConfig` with six sections. It is read from YAML, changed by
+A run is described by one frozen `DistillConfig` with seven sections. It is read from YAML, changed by
 dotted overrides (`{"train.lr": 5e-4}`), and written back in full as `run.yaml`. Nothing else steers
 a run, so the file is enough to repeat it. Unknown keys are errors: an option that is silently
 ignored is worse than none.
@@ -19,6 +19,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import yaml
 
 from dspark.distill.settings import (
+    CacheSettings,
     DataSettings,
     DrafterSettings,
     EvalSettings,
@@ -36,6 +37,7 @@ class DistillConfig:
     target: TargetSettings = field(default_factory=TargetSettings)
     data: DataSettings = field(default_factory=DataSettings)
     drafter: DrafterSettings = field(default_factory=DrafterSettings)
+    cache: CacheSettings = field(default_factory=CacheSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
     out: OutSettings = field(default_factory=OutSettings)
@@ -71,7 +73,7 @@ class DistillConfig:
 
 SECTIONS: dict[str, type] = {
     "target": TargetSettings, "data": DataSettings, "drafter": DrafterSettings,
-    "train": TrainSettings, "eval": EvalSettings, "out": OutSettings,
+    "cache": CacheSettings, "train": TrainSettings, "eval": EvalSettings, "out": OutSettings,
 }  # fmt: skip
 
 
@@ -183,7 +185,7 @@ def _coerce(section: str, key: str, value: Any, where: str) -> Any:
 def _scalar(kind: type, value: Any) -> Any:
     if kind is float and not isinstance(value, bool):
         return float(value)  # also "1e-3", which YAML 1.1 reads as text
-    if kind is str and isinstance(value, Path):
+    if kind is str and (isinstance(value, Path) or type(value) is int):
         return str(value)
     if type(value) is not kind:
         raise TypeError

@@ -15,6 +15,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from dspark.distill.processes import Processes
 from dspark.distill.settings import TrainSettings
 
 
@@ -60,6 +61,13 @@ class FlatGradients:
     def zero(self) -> None:
         """Start a new step."""
         self.buffer.zero_()
+
+    def collect(self) -> None:
+        """After every micro-batch; its gradients are in the buffer already."""
+
+    def reduce(self, processes: Processes) -> None:
+        """Add up over processes, once all micro-batches of the step are in."""
+        processes.sum(self.buffer)
 
     def first_bad(self) -> str | None:
         """Name of the first parameter whose gradient holds NaN or infinity."""

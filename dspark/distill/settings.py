@@ -12,6 +12,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from dspark.draft.config import BACKBONES, MARKOV_HEAD_TYPES
+from dspark.draft.shapes import GLA
 from dspark.errors import UserError
 
 
@@ -94,23 +96,44 @@ class DataSettings:
 class DrafterSettings:
     """Shape of the drafter; its hidden size and vocabulary are the target's."""
 
-    num_layers: int = option(2, "attention layers of the backbone")
+    backbone: str = option("attention", "attention | mla | kda")
+    num_layers: int = option(2, "layers of the backbone")
     num_heads: int = option(6, "query heads")
-    num_kv_heads: int = option(2, "key/value heads; divides num_heads")
-    head_dim: int = option(32, "channels per head")
+    num_kv_heads: int = option(2, "attention: key/value heads; divides num_heads")
+    head_dim: int = option(32, "channels per head; mla: rotated and unrotated half")
+    sliding_window: int | None = option(None, "attention: context positions seen; null: all")
+    mla_q_rank: int = option(48, "mla: width of the query latent")
+    mla_kv_rank: int = option(32, "mla: width of the key-value latent, what the context keeps")
+    kda_order: str = option("0", "kda: terms of the block's series, 0..block_size-1, or gla")
+    kda_conv: int = option(4, "kda: rows of the short convolution")
+    kda_gate_rank: int = option(32, "kda: width of the low-rank decay projection")
+    kda_block_softmax: bool = option(False, "kda: also a small softmax attention in the block")
     intermediate_size: int | None = option(None, "MLP width; null: 2.5 x hidden")
+    head: str = option("vanilla", "vanilla | gated | rnn: the sequential head")
     markov_rank: int = option(48, "rank of the previous-token bias")
+    confidence_with_markov: bool = option(True, "the confidence head reads the previous token")
     block_size: int = option(8, "proposals per round that the drafter is trained for")
     tap_ids: tuple[int, ...] | None = option(None, "target layers it reads (0-based); null: spread")
     tap_kind: str | None = option(None, "kind of tap; null means the target's first kind")
     mask_token_id: int | None = option(None, "id that fills the block; null: an unused id")
+    init_from: str | None = option(None, "drafter folder whose weights to start from; null: fresh")
 
     def __post_init__(self) -> None:
         _check_at_least(
             "drafter", self, 1, "num_layers", "num_heads", "num_kv_heads", "head_dim",
-            "intermediate_size", "markov_rank", "block_size",
+            "intermediate_size", "markov_rank", "block_size", "sliding_window", "mla_q_rank",
+            "mla_kv_rank", "kda_conv", "kda_gate_rank",
         )  # fmt: skip
+        for name, known in (("backbone", BACKBONES), ("head", MARKOV_HEAD_TYPES)):
+            value = getattr(self, name)
+            _check(value in known, f"drafter.{name} is {value!r}: expected {' or '.join(known)}")
+        order = self.kda_order
+        _check(
+            order == GLA or (order.isdecimal() and int(order) < self.block_size),
+            f"drafter.kda_order is {order!r}: expected 0..{self.block_size - 1} or {GLA}",
+        )
         _check_at_least("drafter", self, 0, "mask_token_id")
+        _check(self.init_from != "", "drafter.init_from is empty: expected a folder, or null")
         _check(
             self.num_heads % self.num_kv_heads == 0,
             f"drafter.num_heads is {self.num_heads}: expected a multiple of drafter.num_kv_heads, "
@@ -144,6 +167,7 @@ class TrainSettings:
     keep_gib: float = option(2.0, "with several epochs: memory for target states; 0 keeps none")
     chunk: int = option(4096, "supervised slots whose logits exist at once")
     seed: int = option(0, "decides initial weights, row order, anchors and answers")
+    sharded: bool = option(False, "share gradients and moments out among the processes")
     log_every: int = option(10, "steps between records in training.json")
 
     def __post_init__(self) -> None:
@@ -172,6 +196,31 @@ class TrainSettings:
             self.ce + self.tv > 0,
             "train.ce and train.tv are both 0: the drafter would learn no tokens",
         )
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Where the target's states come from: computed at every use, or kept on disk for all epochs.
+
+    A token needs (taps + 1) x hidden x bytes of the dtype: 2 for bfloat16, 1 for float8.
+    """
+
+    mode: str = option("online", "online: run the target | cached: run it once, states on disk")
+    dtype: str = option("bfloat16", "float32 | bfloat16 | float8 (e4m3, a scale per token and tap)")
+    dir: str | None = option(None, "folder of the states, which runs may share; null: in the run's")
+    max_gib: float = option(50.0, "largest cache that is written; a larger one is refused")
+
+    def __post_init__(self) -> None:
+        _check(
+            self.mode in ("online", "cached"),
+            f"cache.mode is {self.mode!r}: expected online or cached",
+        )
+        _check(
+            self.dtype in ("float32", "bfloat16", "float8"),
+            f"cache.dtype is {self.dtype!r}: expected float32, bfloat16 or float8",
+        )
+        _check(self.dir != "", "cache.dir is empty: expected a folder, or null")
+        _check_at_least("cache", self, 0, "max_gib")
 
 
 @dataclass(frozen=True)
