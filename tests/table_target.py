@@ -140,7 +140,10 @@ class TableDrafter:
         self.slots = slots
         self.config = SimpleNamespace(block_size=block, mask_token_id=vocab - 1)
         self.markov_head = SimpleNamespace(
-            bias=lambda prev: bias[prev], embed=lambda prev: F.one_hot(prev, vocab).float()
+            start=lambda batch: None,
+            step=lambda prev, hidden, state: (F.one_hot(prev, vocab).float(), state),
+            bias=lambda code: bias[code.argmax(dim=-1)],
+            embed=lambda prev: F.one_hot(prev, vocab).float(),
         )
         self.contexts: list[TableContext] = []
 

@@ -282,7 +282,7 @@ def test_padding_of_the_drafters_vocabulary_is_never_proposed() -> None:
     drafter = TableDrafter.of(target, 4, 0.2, 0)
     wide = torch.full((11, 16), 50.0)
     wide[:, :11] = target.table.mean(dim=0)
-    drafter.markov_head.bias = lambda prev: wide[prev]
+    drafter.markov_head.bias = lambda code: wide[code.argmax(dim=-1)]
     for sampling in (GREEDY, SamplingParams(1.0)):
         result = SpeculativeDecoder(target, drafter).generate(
             PROMPT, max_new_tokens=60, sampling=sampling, draft_length=4

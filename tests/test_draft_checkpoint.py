@@ -249,7 +249,7 @@ BAD_CONFIGS = {
         "rope_parameters: rope_type 'yarn'",
     ),
     "rope base missing": (put("rope_parameters", {"rope_type": "default"}), "rope_theta"),
-    "other markov head": (put("markov_head_type", "rnn"), "markov_head_type: 'rnn' .*vanilla"),
+    "other markov head": (put("markov_head_type", "lstm"), "markov_head_type: 'lstm' .*vanilla"),
     "no markov head": (put("markov_rank", 0), "markov_rank: 0"),
     "sliding window": (put("layer_types", ["sliding_attention"] * 2), "layer_types"),
     "layer types a number": (put("layer_types", 5), "layer_types: 5"),

@@ -39,7 +39,7 @@ def test_spread_by_fan_in(name: str, expected: float) -> None:
 
 def test_the_sequential_head_starts_silent_and_norms_start_at_one() -> None:
     drafter = fresh()
-    assert not drafter.markov_head.bias(torch.arange(300)).any()
+    assert not drafter.markov_head.bias(drafter.markov_head.embed(torch.arange(300))).any()
     assert drafter.confidence_head is not None
     assert not drafter.confidence_head.proj.bias.any()
     assert all(bool((p == 1).all()) for n, p in drafter.named_parameters() if "norm" in n)

@@ -284,7 +284,7 @@ def test_halves_are_widened_before_any_softmax() -> None:
     assert sums.ce.dtype == torch.float32
     wide = Case(torch.float64)
     on = case.supervised
-    logits = case.hidden @ case.lm_head.T + case.markov.bias(case.prev)
+    logits = case.hidden @ case.lm_head.T + case.markov.bias(case.markov.embed(case.prev))
     log_q = logits[on].double().log_softmax(-1)
     weight = torch.exp(-torch.arange(SLOTS).double() / 4).expand(BLOCKS, -1)[on]
     expected = -(weight * log_q.gather(-1, case.labels[on][:, None])[:, 0]).sum()
@@ -303,7 +303,7 @@ def test_loss_gradients_and_diagnostics_equal_nemo(seed: int) -> None:
     loss = sums.loss(LossWeights())
     gradient = case.gradients(loss)["hidden"]
     case.hidden.grad = None
-    logits = case.hidden @ case.lm_head.T + case.markov.bias(case.prev)
+    logits = case.hidden @ case.lm_head.T + case.markov.bias(case.markov.embed(case.prev))
     theirs, terms = nemo.compute_dspark_loss(
         outputs=common.DSparkForwardOutput(
             draft_logits=logits[None],

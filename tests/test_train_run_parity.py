@@ -86,7 +86,8 @@ class Recorder:
         position = int(context.lengths)
         after = self.text[position : position + drafter.config.block_size]
         prev = torch.tensor([after])
-        logits = target.logits(self.hidden[:, : len(after)]) + drafter.markov_head.bias(prev)
+        hidden, head = self.hidden[:, : len(after)], drafter.markov_head
+        logits = target.logits(hidden) + head.bias(head.codes(prev, hidden))
         proposed = self.text[position + 1 : position + 1 + draft_length]
         taps = torch.cat(self.fed, 1)[0]
         self.rounds.append(Round(int(anchor), position, taps, logits[0], proposed))
@@ -174,7 +175,8 @@ def train_logits(
         batch.anchors.positions,
         batch.anchors.valid,
     )
-    return (target.logits(hidden) + drafter.markov_head.bias(block.prev))[0]
+    codes = drafter.markov_head.codes(block.prev, hidden)
+    return (target.logits(hidden) + drafter.markov_head.bias(codes))[0]
 
 
 def test_every_round_of_decoding_is_a_block_that_training_can_sample(

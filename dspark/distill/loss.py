@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dspark.draft.heads import ConfidenceHead, VanillaMarkovHead
+from dspark.draft.heads import ConfidenceHead, SequentialHead
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def distill_loss(
     supervised: Tensor,
     *,
     to_logits: Callable[[Tensor], Tensor],
-    markov_head: VanillaMarkovHead,
+    markov_head: SequentialHead,
     confidence_head: ConfidenceHead | None,
     decay: float = 4.0,
     chunk: int = 1024,
@@ -123,7 +123,7 @@ def distill_loss(
         labels: [..., G] int64, data token the slot predicts.
         supervised: [..., G] bool, a contiguous prefix of each block.
         to_logits: Frozen LM head, [n, D] -> [n, V]; must be differentiable in its argument.
-        markov_head: Adds its bias for `prev` to the drafter's logits.
+        markov_head: Adds the bias of its codes to the drafter's logits.
         confidence_head: None trains no confidence.
         decay: Constant of the slot weights, in slots.
         chunk: Slots whose logits exist at one time. When all fit into one chunk, nothing is
@@ -136,14 +136,15 @@ def distill_loss(
     position = chosen % slots
     states = hidden.reshape(-1, hidden.shape[-1])[chosen]
     target_states = target_hidden.reshape(-1, target_hidden.shape[-1])[chosen].detach()
+    codes = markov_head.codes(prev, hidden).flatten(0, -2)[chosen]
     prev, labels = prev.reshape(-1)[chosen], labels.reshape(-1)[chosen]
 
-    def terms(states: Tensor, target_states: Tensor, prev: Tensor, labels: Tensor) -> Tensor:
+    def terms(states: Tensor, target_states: Tensor, codes: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():
             target_logits = to_logits(target_states)
-        return slot_terms(to_logits(states) + markov_head.bias(prev), target_logits, labels)
+        return slot_terms(to_logits(states) + markov_head.bias(codes), target_logits, labels)
 
-    ce, l1 = _in_chunks(terms, (states, target_states, prev, labels), chunk)
+    ce, l1 = _in_chunks(terms, (states, target_states, codes, labels), chunk)
     weight = slot_weights(slots, decay, ce)[position]
     acceptance = (1 - l1.detach() / 2).clamp(0, 1)
     if confidence_head is None:

@@ -36,6 +36,7 @@ from dspark.distill.chat import ChatFormat
 from dspark.distill.config import DistillConfig, load_config
 from dspark.distill.evaluate import decode_held_out, decoding_prompts, disagreement
 from dspark.distill.fingerprint import tokenizer_fingerprint
+from dspark.distill.fresh import new_drafter
 from dspark.distill.loop import CHECKPOINTS, FREE_SECTIONS, Evaluate, train
 from dspark.distill.processes import Processes
 from dspark.distill.prompts import read_prompts
@@ -43,16 +44,12 @@ from dspark.distill.state import Progress, check_same_settings, explain_full_dis
 from dspark.distill.trainer import Trainer
 from dspark.draft.calibration import CALIBRATION_FILE, measured
 from dspark.draft.checkpoint import CONFIG_FILE, WEIGHTS_FILE, save_drafter
-from dspark.draft.config import DraftConfig, TargetRecord, default_tap_ids
 from dspark.draft.model import DSparkDrafter
-from dspark.draft.start import initialise
 from dspark.errors import UserError
 from dspark.files import atomic_write_text, json_text
 from dspark.runtime.k3_target import LoadedTarget, load_target
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from dspark.runtime.target import Target
 
 RUN_FILE = "run.yaml"
@@ -145,48 +142,6 @@ def prompt_files(config: DistillConfig) -> list[Path]:
     return [Path(name) for name in config.data.prompts] or [asset(SHIPPED_PROMPTS)]
 
 
-def new_drafter(
-    config: DistillConfig, target: Target, tokenizer: PreTrainedTokenizerBase
-) -> DSparkDrafter:
-    """A drafter for `target` with fresh weights that depend on the seed alone.
-
-    Raises UserError naming the key of a shape that cannot be built.
-    """
-    shape = config.drafter
-    try:
-        draft_config = DraftConfig(
-            hidden_size=target.hidden_size,
-            num_layers=shape.num_layers,
-            num_attention_heads=shape.num_heads,
-            num_key_value_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            intermediate_size=shape.intermediate_size or _round_up(2.5 * target.hidden_size, 32),
-            vocab_size=target.vocab_size,
-            num_target_layers=target.num_layers,
-            target_layer_ids=shape.tap_ids or default_tap_ids(target.num_layers),
-            target_tap_kind=shape.tap_kind or target.tap_kinds[0],
-            mask_token_id=_mask_token(config, target, tokenizer),
-            block_size=shape.block_size,
-            markov_rank=shape.markov_rank,
-            enable_confidence_head=config.train.confidence > 0,
-            target=TargetRecord(
-                config.target.name,
-                tokenizer_fingerprint(tokenizer),
-                ChatFormat(tokenizer, thinking=config.data.thinking).fingerprint,
-            ),
-        )
-    except ValueError as error:
-        raise UserError(f"drafter: {error}") from None
-    if draft_config.target_tap_kind not in target.tap_kinds:
-        raise UserError(
-            f"drafter.tap_kind is {draft_config.target_tap_kind!r}: target {target.name} has "
-            f"{', '.join(target.tap_kinds)}"
-        )
-    drafter = DSparkDrafter(draft_config)
-    initialise(drafter, torch.Generator().manual_seed(config.train.seed))
-    return drafter
-
-
 def evaluation(
     config: DistillConfig,
     target: Target,
@@ -255,24 +210,6 @@ def _check_folder(out: Path, config: DistillConfig, resume: bool) -> None:
         raise UserError(
             f"{out}: a run lives here; continue it with --resume, or choose another --out"
         )
-
-
-def _mask_token(config: DistillConfig, target: Target, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that fills a block: the tokenizer's mask token, or one that no text ever holds."""
-    if config.drafter.mask_token_id is not None:
-        return config.drafter.mask_token_id
-    if tokenizer.mask_token_id is not None:
-        return int(tokenizer.mask_token_id)
-    if len(tokenizer) < target.vocab_size:
-        return len(tokenizer)
-    raise UserError(
-        f"target {target.name} has no mask token and no unused id; name one in "
-        "drafter.mask_token_id"
-    )
-
-
-def _round_up(value: float, multiple: int) -> int:
-    return -(-int(value) // multiple) * multiple
 
 
 def _file_digest(path: Path) -> str:

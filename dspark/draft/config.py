@@ -1,7 +1,8 @@
 """What a drafter is: the frozen configuration every part of it is built from.
 
-A drafter reads N taps of its target at an anchor and proposes G tokens in one pass. Its sizes are
-those of a small Qwen3-style decoder: the layout that DeepSpec, SpecForge and SGLang exchange.
+A drafter reads N taps of its target at an anchor and proposes G tokens in one pass. With the
+`attention` backbone its sizes are those of a small Qwen3-style decoder, the layout that DeepSpec,
+SpecForge and SGLang exchange; `mla` is the layout of the MLA-native K3 drafter; `kda` is ours.
 
 Letters: N taps, G block slots (`block_size`), D hidden (the target's own), R markov rank.
 """
@@ -11,9 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+from dspark.draft.shapes import ATTENTION_KINDS, GLA, KDAShape, MLAShape, Yarn
 from dspark.taps import TAP_KINDS, TapSet
 
-MARKOV_HEAD_TYPES = ("vanilla",)
+BACKBONES = ("attention", "mla", "kda")
+MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 LAYER_ID_ORIGIN = "completed_layer_0_based"
 
 
@@ -55,11 +58,18 @@ class DraftConfig:
         enable_confidence_head: Whether a confidence head is built.
         confidence_head_with_markov: Whether it also reads the previous token's markov embedding.
         rms_norm_eps: Epsilon of every norm.
-        rope_theta: Base of the rotary frequencies (type `default`, no scaling).
+        rope_theta: Base of the rotary frequencies.
         max_position_embeddings: Longest context the drafter claims; nothing is sized by it.
         sample_from_anchor: Slot 0, the anchor, already predicts. The only layout built here.
         layer_id_origin: Written into every checkpoint, so that nobody has to guess an offset.
         target: Which target it was distilled from, where known.
+        backbone: One of `BACKBONES`. `mla` and `kda` have as many key heads as query heads.
+        yarn: Scaling of rotary positions; None is rope type `default`.
+        sliding_window: Context positions that a `sliding_attention` layer sees before the anchor.
+        layer_types: Per layer `full_attention` or `sliding_attention`; None: all full.
+        mla, kda: Sizes of that backbone; exactly the one that `backbone` names is given.
+        draft_vocab_size: Rows of a reduced draft vocabulary, whose map is part of the weights;
+            None: the whole one.
     """
 
     hidden_size: int
@@ -84,11 +94,21 @@ class DraftConfig:
     sample_from_anchor: bool = True
     layer_id_origin: str = LAYER_ID_ORIGIN
     target: TargetRecord | None = None
+    backbone: str = "attention"
+    yarn: Yarn | None = None
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    mla: MLAShape | None = None
+    kda: KDAShape | None = None
+    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
+        if self.layer_types is not None:
+            object.__setattr__(self, "layer_types", tuple(self.layer_types))
         self._check_sizes()
         self._check_meaning()
+        self._check_backbone()
 
     def _check_sizes(self) -> None:
         sizes = (
@@ -140,8 +160,8 @@ class DraftConfig:
             )
         if self.markov_head_type not in MARKOV_HEAD_TYPES:
             raise ValueError(
-                f"markov_head_type: {self.markov_head_type!r} is not built in this version, "
-                f"supported: {', '.join(MARKOV_HEAD_TYPES)}"
+                f"markov_head_type: {self.markov_head_type!r} is unknown, "
+                f"expected one of {', '.join(MARKOV_HEAD_TYPES)}"
             )
         if not self.sample_from_anchor:
             raise ValueError(
@@ -153,6 +173,64 @@ class DraftConfig:
                 f"layer_id_origin: {self.layer_id_origin!r} is unknown, expected "
                 f"{LAYER_ID_ORIGIN!r}; convert the layer ids first"
             )
+
+    def _check_backbone(self) -> None:
+        if self.backbone not in BACKBONES:
+            raise ValueError(
+                f"backbone: {self.backbone!r} is unknown, expected one of {', '.join(BACKBONES)}"
+            )
+        for name in ("mla", "kda"):
+            if (getattr(self, name) is None) == (self.backbone == name):
+                raise ValueError(f"{name}: its sizes belong to backbone {name!r} and to no other")
+        if self.backbone != "attention" and self.num_key_value_heads != self.num_attention_heads:
+            raise ValueError(
+                f"num_key_value_heads: {self.num_key_value_heads} given, backbone "
+                f"{self.backbone!r} has as many as query heads, {self.num_attention_heads}"
+            )
+        order = GLA if self.kda is None else self.kda.order
+        if isinstance(order, int) and order >= self.block_size:
+            raise ValueError(
+                f"kda.order: {order} given, at most block_size - 1 = "
+                f"{self.block_size - 1} (that is exact)"
+            )
+        self._check_window()
+        vocab = self.draft_vocab_size
+        if vocab is not None and not 1 <= vocab <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size: {vocab} given, expected 1..vocab_size, {self.vocab_size}"
+            )
+
+    def _check_window(self) -> None:
+        kinds = self.layer_types or ()
+        if kinds and len(kinds) != self.num_layers:
+            raise ValueError(
+                f"layer_types: {len(kinds)} given, one for each of {self.num_layers} layers needed"
+            )
+        for kind in kinds:
+            if kind not in ATTENTION_KINDS:
+                raise ValueError(
+                    f"layer_types: {kind!r} is unknown, expected {' or '.join(ATTENTION_KINDS)}"
+                )
+        slides = "sliding_attention" in kinds
+        if slides and self.backbone != "attention":
+            raise ValueError("layer_types: only backbone 'attention' has sliding layers")
+        if slides != (self.sliding_window is not None):
+            raise ValueError(
+                f"sliding_window: {self.sliding_window} given; it goes with sliding_attention in "
+                "layer_types, one does not make sense without the other"
+            )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window: {self.sliding_window} given, at least 1 is needed")
+
+    @property
+    def draft_vocab(self) -> int:
+        """Rows of the drafter's own distribution: the draft vocabulary, or the whole one."""
+        return self.draft_vocab_size or self.vocab_size
+
+    def window(self, layer: int) -> int | None:
+        """Context positions that layer `layer` sees before the anchor; None: all of them."""
+        slides = self.layer_types is not None and self.layer_types[layer] == "sliding_attention"
+        return self.sliding_window if slides else None
 
     @property
     def taps(self) -> TapSet:

@@ -1,10 +1,9 @@
-"""What a drafter remembers of a text: keys and values of every committed position, per layer.
+"""What a drafter remembers of a text, as far as every backbone agrees on it: lengths.
 
-Buffers are allocated once for the longest text; a round writes rows and moves a length, and never
-copies or grows anything. Behind the committed rows lies room for one block: the block's own keys
-and values go there while it is drafted and are overwritten by the next rows.
+Lengths live on the host: a slice needs them there, and reading them back from a device would stall
+every round.
 
-Letters: L layers, B batch, J key heads, C capacity, K head dim, N new rows, G block slots.
+Letters: B batch, N new rows.
 """
 
 from __future__ import annotations
@@ -12,52 +11,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dspark.draft.attention import Rotary
-from dspark.draft.config import DraftConfig
-from dspark.draft.packed import PackedWeights
-
 
 class DraftContext:
-    """Per-layer key and value buffers [L, B, J, C, K] with a length for each row.
-
-    Lengths live on the host: a slice needs them there, and reading them back from a device would
-    stall every round. While all rows have one length (always so at batch 1) every operation is a
-    slice and attention needs no mask.
+    """A batch of texts with a length for each row; subclasses hold what a backbone keeps of them.
 
     Args:
-        config: Shape of the drafter.
         batch: B.
         max_length: Longest text in tokens that will be appended to one row.
-        device: Where the buffers live.
-        dtype: Dtype of keys and values.
-        weights: The drafter's weights, as they are now: keys of one set of weights and queries of
-            another do not belong together, so a context keeps the set it was made with.
+        device: Where its tensors live.
     """
 
-    def __init__(
-        self,
-        config: DraftConfig,
-        batch: int,
-        max_length: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        weights: PackedWeights,
-    ) -> None:
+    def __init__(self, batch: int, max_length: int, device: torch.device) -> None:
         if batch < 1 or max_length < 1:
             raise ValueError(f"batch {batch} and max_length {max_length} must both be at least 1")
-        self.batch, self.max_length, self.weights = batch, max_length, weights
-        capacity = max_length + config.block_size
-        shape = (config.num_layers, batch, config.num_key_value_heads, capacity, config.head_dim)
-        # Zeros, not empty: rows behind a length are masked, and 0 * NaN would still be NaN.
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.rotary = Rotary.build(capacity, config.head_dim, config.rope_theta, device, dtype)
+        self.batch, self.max_length, self.device = batch, max_length, device
         self.row_lengths = [0] * batch
 
     @property
     def lengths(self) -> Tensor:
         """[B] int64 committed positions per row; also the position of the next anchor."""
-        return torch.tensor(self.row_lengths, dtype=torch.int64, device=self.keys.device)
+        return torch.tensor(self.row_lengths, dtype=torch.int64, device=self.device)
 
     @property
     def common_length(self) -> int | None:
@@ -67,9 +40,8 @@ class DraftContext:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held on the device, rotary tables included."""
-        held = (self.keys, self.values, self.rotary.cos, self.rotary.sin)
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        """Bytes held on the device."""
+        raise NotImplementedError
 
     def counts(self, new_rows: int, counts: int | Tensor | None) -> list[int]:
         """Checks how many of N new rows each batch row keeps, and returns them as a list.
@@ -90,12 +62,6 @@ class DraftContext:
                 )
         return wanted
 
-    def positions(self, rows: int) -> Tensor:
-        """[B, rows] positions of the rows after each length, cut at the end of the buffers."""
-        offsets = torch.arange(rows, device=self.keys.device)
-        return (self.lengths[:, None] + offsets).clamp(max=self.keys.shape[3] - 1)
-
-    def scatter(self, buffer: Tensor, rows: Tensor, positions: Tensor) -> None:
-        """Writes rows [..., B, J, n, K] of a buffer [..., B, J, C, K] at positions [B, n]."""
-        index = positions[:, None, :, None].expand(rows.shape)
-        buffer.scatter_(-2, index, rows)
+    def move(self, kept: list[int]) -> None:
+        """Adds the rows that `extend` kept to the lengths."""
+        self.row_lengths = [a + b for a, b in zip(self.row_lengths, kept, strict=True)]

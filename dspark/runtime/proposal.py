@@ -46,14 +46,24 @@ class BlockConfig(Protocol):
     def mask_token_id(self) -> int: ...
 
 
-class MarkovHead(Protocol):
-    """What the previous token adds to a slot's logits."""
+class SequentialHead(Protocol):
+    """What the tokens before a slot add to its logits."""
 
-    def bias(self, prev_tokens: Tensor) -> Tensor:
-        """[...] int64 -> [..., V'], V' at least the target's vocabulary."""
+    def start(self, batch: int) -> Tensor | None:
+        """State before the first slot; None for a head without one."""
         ...
 
-    def embed(self, prev_tokens: Tensor) -> Tensor:
+    def step(
+        self, prev: Tensor, hidden: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """prev [B] int64, hidden [B, D], state -> the slot's code [B, R], new state."""
+        ...
+
+    def bias(self, code: Tensor) -> Tensor:
+        """[..., R] -> [..., V'], V' at least the target's vocabulary."""
+        ...
+
+    def embed(self, prev: Tensor) -> Tensor:
         """[...] int64 -> [..., R], what the confidence head reads of the previous token."""
         ...
 
@@ -68,7 +78,7 @@ class Drafter(Protocol):
     def taps(self) -> TapSet: ...
 
     @property
-    def markov_head(self) -> MarkovHead: ...
+    def markov_head(self) -> SequentialHead: ...
 
     @property
     def confidence_head(self) -> Callable[[Tensor, Tensor], Tensor] | None: ...
@@ -116,10 +126,10 @@ def propose(
     hidden = drafter.block_hidden(target.embed(block), context)[:, :draft_length]
     logits = target.logits(hidden.to(target.dtype))
     if sampling.greedy:
-        tokens, probs = _walk_greedy(drafter.markov_head, logits, anchor), None
+        tokens, probs = _walk_greedy(drafter.markov_head, logits, hidden, anchor), None
     else:
         u = uniform((anchor.shape[0], draft_length), generator, anchor.device)
-        tokens, probs = _walk_sampled(drafter.markov_head, logits, anchor, sampling, u)
+        tokens, probs = _walk_sampled(drafter.markov_head, logits, hidden, anchor, sampling, u)
     confidence = None
     if drafter.confidence_head is not None:
         before = torch.cat((anchor.unsqueeze(1), tokens[:, :-1]), dim=1)
@@ -128,24 +138,31 @@ def propose(
     return Proposal(tokens, probs, confidence, _entropy(logits))
 
 
-def _walk_greedy(head: MarkovHead, logits: Tensor, anchor: Tensor) -> Tensor:
+def _walk_greedy(head: SequentialHead, logits: Tensor, hidden: Tensor, anchor: Tensor) -> Tensor:
     """Adds the biases to `logits` [B, g, V] in place; returns the argmax walk [B, g]."""
-    tokens, prev = [], anchor
-    for row in logits.unbind(1):
-        prev = _add_bias(row, head, prev).argmax(dim=-1)
+    tokens, prev, state = [], anchor, head.start(anchor.shape[0])
+    for row, slot in zip(logits.unbind(1), hidden.unbind(1), strict=True):
+        code, state = head.step(prev, slot, state)
+        prev = _add_bias(row, head, code).argmax(dim=-1)
         tokens.append(prev)
     check_logits(logits, "drafter")
     return torch.stack(tokens, dim=1)
 
 
 def _walk_sampled(
-    head: MarkovHead, logits: Tensor, anchor: Tensor, sampling: SamplingParams, u: Tensor
+    head: SequentialHead,
+    logits: Tensor,
+    hidden: Tensor,
+    anchor: Tensor,
+    sampling: SamplingParams,
+    u: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """As `_walk_greedy`, drawing with uniforms `u` [B, g]; also the q [B, g, V] drawn from."""
-    tokens, probs, prev = [], [], anchor
-    for k, row in enumerate(logits.unbind(1)):
+    tokens, probs, prev, state = [], [], anchor, head.start(anchor.shape[0])
+    for k, (row, slot) in enumerate(zip(logits.unbind(1), hidden.unbind(1), strict=True)):
+        code, state = head.step(prev, slot, state)
         # Checked once for all slots below: a bad row draws some id in range until then.
-        q = to_probs(_add_bias(row, head, prev), sampling, check=False)
+        q = to_probs(_add_bias(row, head, code), sampling, check=False)
         prev = draw_at(q, u[:, k])
         tokens.append(prev)
         probs.append(q)
@@ -153,8 +170,8 @@ def _walk_sampled(
     return torch.stack(tokens, dim=1), torch.stack(probs, dim=1)
 
 
-def _add_bias(row: Tensor, head: MarkovHead, prev: Tensor) -> Tensor:
-    bias = head.bias(prev)
+def _add_bias(row: Tensor, head: SequentialHead, code: Tensor) -> Tensor:
+    bias = head.bias(code)
     # A table padded past the logical vocabulary must not lend probability to its padding.
     return row.add_(bias if bias.shape[-1] == row.shape[-1] else bias[..., : row.shape[-1]])
 

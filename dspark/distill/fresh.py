@@ -1,0 +1,116 @@
+"""The drafter that a run starts with: the settings' shape, the target's sizes, fresh weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dspark.distill.chat import ChatFormat
+from dspark.distill.config import DistillConfig
+from dspark.distill.fingerprint import tokenizer_fingerprint
+from dspark.distill.settings import DrafterSettings
+from dspark.draft.config import DraftConfig, TargetRecord, default_tap_ids
+from dspark.draft.model import DSparkDrafter
+from dspark.draft.shapes import GLA, KDAShape, MLAShape
+from dspark.draft.start import initialise
+from dspark.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from dspark.runtime.target import Target
+
+
+def new_drafter(
+    config: DistillConfig, target: Target, tokenizer: PreTrainedTokenizerBase
+) -> DSparkDrafter:
+    """A drafter for `target` with fresh weights that depend on the seed alone.
+
+    Raises UserError naming the key of a shape that cannot be built.
+    """
+    shape = config.drafter
+    grouped = shape.backbone == "attention"
+    try:
+        draft_config = DraftConfig(
+            hidden_size=target.hidden_size,
+            backbone=shape.backbone,
+            num_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads if grouped else shape.num_heads,
+            head_dim=shape.head_dim,
+            intermediate_size=shape.intermediate_size or _round_up(2.5 * target.hidden_size, 32),
+            vocab_size=target.vocab_size,
+            num_target_layers=target.num_layers,
+            target_layer_ids=shape.tap_ids or default_tap_ids(target.num_layers),
+            target_tap_kind=shape.tap_kind or target.tap_kinds[0],
+            mask_token_id=_mask_token(config, target, tokenizer),
+            block_size=shape.block_size,
+            markov_rank=shape.markov_rank,
+            markov_head_type=shape.head,
+            confidence_head_with_markov=shape.confidence_with_markov,
+            enable_confidence_head=config.train.confidence > 0,
+            target=TargetRecord(
+                config.target.name,
+                tokenizer_fingerprint(tokenizer),
+                ChatFormat(tokenizer, thinking=config.data.thinking).fingerprint,
+            ),
+            **_backbone_fields(shape),
+        )
+    except ValueError as error:
+        raise UserError(f"drafter: {error}") from None
+    if draft_config.target_tap_kind not in target.tap_kinds:
+        raise UserError(
+            f"drafter.tap_kind is {draft_config.target_tap_kind!r}: target {target.name} has "
+            f"{', '.join(target.tap_kinds)}"
+        )
+    drafter = DSparkDrafter(draft_config)
+    initialise(drafter, torch.Generator().manual_seed(config.train.seed))
+    return drafter
+
+
+def _backbone_fields(shape: DrafterSettings) -> dict[str, Any]:
+    """Fields of DraftConfig that only this backbone has."""
+    if shape.backbone == "mla":
+        half = shape.head_dim // 2
+        sizes = MLAShape(
+            q_lora_rank=shape.mla_q_rank,
+            kv_lora_rank=shape.mla_kv_rank,
+            qk_nope_head_dim=half,
+            qk_rope_head_dim=half,
+            v_head_dim=half,
+        )
+        return {"mla": sizes}
+    if shape.backbone == "kda":
+        return {
+            "kda": KDAShape(
+                order=GLA if shape.kda_order == GLA else int(shape.kda_order),
+                conv_size=shape.kda_conv,
+                gate_rank=shape.kda_gate_rank,
+                block_softmax=shape.kda_block_softmax,
+            )
+        }
+    if shape.sliding_window is None:
+        return {}
+    return {
+        "sliding_window": shape.sliding_window,
+        "layer_types": ("sliding_attention",) * shape.num_layers,
+    }
+
+
+def _mask_token(config: DistillConfig, target: Target, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that fills a block: the tokenizer's mask token, or one that no text ever holds."""
+    if config.drafter.mask_token_id is not None:
+        return config.drafter.mask_token_id
+    if tokenizer.mask_token_id is not None:
+        return int(tokenizer.mask_token_id)
+    if len(tokenizer) < target.vocab_size:
+        return len(tokenizer)
+    raise UserError(
+        f"target {target.name} has no mask token and no unused id; name one in "
+        "drafter.mask_token_id"
+    )
+
+
+def _round_up(value: float, multiple: int) -> int:
+    return -(-int(value) // multiple) * multiple

@@ -1,0 +1,76 @@
+"""What every backbone of a drafter offers, and which class belongs to which name.
+
+A backbone turns the embeddings of a block into hidden states, reading the context features of all
+positions before the anchor. It appears twice, and both must agree to rounding: `train` runs all
+blocks of a batch of rows at once, differentiably; `extend` and `block` work against an incremental
+context, as drafting does. It holds no weights of its own: the drafter's `layers` do, under the
+names that checkpoints use.
+
+Letters: B batch, S context, n new rows, A anchors, G slots, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from dspark.draft.config import DraftConfig
+from dspark.draft.context import DraftContext
+
+Context = TypeVar("Context", bound=DraftContext)
+
+
+class Backbone(Protocol[Context]):
+    """Layers of one kind. Features arrive projected and normed: c = hidden_norm(fc(taps))."""
+
+    def new_context(self, batch: int, max_length: int) -> Context:
+        """An empty context that drafts with the weights of this moment."""
+        ...
+
+    def extend(self, context: Context, features: Tensor, kept: list[int]) -> None:
+        """Fold committed positions into a context, in place; no gradient.
+
+        Args:
+            features: [B, n, D] features of the positions after the context's lengths, n >= 1;
+                finite everywhere.
+            kept: Rows to keep of each batch row, from the first, each in 0..n. The lengths are the
+                caller's to move, afterwards.
+        """
+        ...
+
+    def block(self, hidden: Tensor, context: Context) -> Tensor:
+        """One block per row, anchored at the context's length: [B, G, D] -> [B, G, D].
+
+        The context is as before afterwards. No final norm; no gradient.
+        """
+        ...
+
+    def train(self, hidden: Tensor, features: Tensor, valid: Tensor, anchors: Tensor) -> Tensor:
+        """All blocks of a batch: [B, A, G, D] -> [B, A, G, D], before the final norm.
+
+        Args:
+            hidden: Embeddings of the blocks' input ids.
+            features: [B, S, D], row s is position s; padding on the right, finite.
+            valid: [B, S] bool, real positions.
+            anchors: [B, A] int64 positions p in [0, S); a block sees valid positions before p.
+        """
+        ...
+
+
+def build_layers(config: DraftConfig) -> nn.ModuleList:
+    """Fresh layers of the backbone that the configuration names."""
+    if config.backbone == "attention":
+        from dspark.draft.attention import DraftLayer
+
+        return nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
+    raise ValueError(f"backbone: {config.backbone!r} has no layers here")
+
+
+def build_backbone(config: DraftConfig, layers: nn.ModuleList) -> Backbone:
+    """The backbone that runs `layers`, which `build_layers` made of the same configuration."""
+    if config.backbone == "attention":
+        from dspark.draft.attention_backbone import AttentionBackbone
+
+        return AttentionBackbone(config, layers)
+    raise ValueError(f"backbone: {config.backbone!r} cannot be run here")
