@@ -12,7 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dspark.draft.shapes import ATTENTION_KINDS, GLA, KDAShape, MLAShape, Yarn
+from dspark.draft.shapes import (
+    ACTIVATIONS,
+    ATTENTION_KINDS,
+    BLOCK_CAUSAL,
+    GLA,
+    KDAShape,
+    MLAShape,
+    Yarn,
+)
 from dspark.taps import TAP_KINDS, TapSet
 
 BACKBONES = ("attention", "mla", "kda")
@@ -44,7 +52,8 @@ class DraftConfig:
         num_layers: Backbone layers.
         num_attention_heads: Query heads; a multiple of `num_key_value_heads`.
         num_key_value_heads: Key and value heads.
-        head_dim: Width of one head; even, because rotary positions turn pairs of channels.
+        head_dim: Width of one head; even, because rotary positions turn pairs of channels. `mla`
+            has its own widths and does not read it.
         intermediate_size: Width of the SwiGLU MLP.
         vocab_size: V, equal to the target's.
         num_target_layers: Decoder layers of the target.
@@ -65,8 +74,12 @@ class DraftConfig:
         target: Which target it was distilled from, where known.
         backbone: One of `BACKBONES`. `mla` and `kda` have as many key heads as query heads.
         yarn: Scaling of rotary positions; None is rope type `default`.
-        sliding_window: Context positions that a `sliding_attention` layer sees before the anchor.
+        sliding_window: Context positions that a `sliding_attention` layer sees: the last so many
+            before the anchor, the same ones for every slot of the block.
         layer_types: Per layer `full_attention` or `sliding_attention`; None: all full.
+        block_causal: One of `BLOCK_CAUSAL`: in which layers a slot sees only itself and the slots
+            before it, and not the whole block.
+        hidden_act: Activation of the MLPs, one of `ACTIVATIONS`.
         mla, kda: Sizes of that backbone; exactly the one that `backbone` names is given.
         draft_vocab_size: Rows of a reduced draft vocabulary, whose map is part of the weights;
             None: the whole one.
@@ -98,6 +111,8 @@ class DraftConfig:
     yarn: Yarn | None = None
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
+    block_causal: str = "none"
+    hidden_act: str = "silu"
     mla: MLAShape | None = None
     kda: KDAShape | None = None
     draft_vocab_size: int | None = None
@@ -187,6 +202,10 @@ class DraftConfig:
                 f"num_key_value_heads: {self.num_key_value_heads} given, backbone "
                 f"{self.backbone!r} has as many as query heads, {self.num_attention_heads}"
             )
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(
+                f"hidden_act: {self.hidden_act!r} is unknown, expected {' or '.join(ACTIVATIONS)}"
+            )
         order = GLA if self.kda is None else self.kda.order
         if isinstance(order, int) and order >= self.block_size:
             raise ValueError(
@@ -212,8 +231,15 @@ class DraftConfig:
                     f"layer_types: {kind!r} is unknown, expected {' or '.join(ATTENTION_KINDS)}"
                 )
         slides = "sliding_attention" in kinds
-        if slides and self.backbone != "attention":
-            raise ValueError("layer_types: only backbone 'attention' has sliding layers")
+        if slides and self.backbone == "kda":
+            raise ValueError("layer_types: backbone 'kda' has no sliding layers")
+        if self.block_causal not in BLOCK_CAUSAL:
+            raise ValueError(
+                f"block_causal: {self.block_causal!r} is unknown, "
+                f"expected one of {', '.join(BLOCK_CAUSAL)}"
+            )
+        if self.block_causal != "none" and self.backbone == "kda":
+            raise ValueError("block_causal: backbone 'kda' is causal by itself; leave it at 'none'")
         if slides != (self.sliding_window is not None):
             raise ValueError(
                 f"sliding_window: {self.sliding_window} given; it goes with sliding_attention in "
@@ -231,6 +257,12 @@ class DraftConfig:
         """Context positions that layer `layer` sees before the anchor; None: all of them."""
         slides = self.layer_types is not None and self.layer_types[layer] == "sliding_attention"
         return self.sliding_window if slides else None
+
+    def causal(self, layer: int) -> bool:
+        """Whether a slot of layer `layer` sees only itself and the slots before it in its block."""
+        if self.block_causal == "sliding":
+            return self.window(layer) is not None
+        return self.block_causal == "all"
 
     @property
     def taps(self) -> TapSet:

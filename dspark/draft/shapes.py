@@ -14,6 +14,11 @@ GLA = "gla"
 
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
+BLOCK_CAUSAL = ("none", "sliding", "all")
+"""Layers whose slots see only the slots before them in their block, beside the context."""
+
+ACTIVATIONS = ("silu", "situ")
+
 
 @dataclass(frozen=True)
 class Yarn:
@@ -23,8 +28,8 @@ class Yarn:
         factor: Target length over `original_max_position_embeddings`; above 1.
         original_max_position_embeddings: Length that the unscaled frequencies were trained for.
         beta_fast, beta_slow: Rotations over that length between which frequencies are blended.
-        mscale, mscale_all_dim: DeepSeek's temperature terms; None where the config has none.
-        attention_factor: Scale of cosine and sine; None means the rule of the config's family.
+        mscale, mscale_all_dim: DeepSeek's temperature terms, both or neither.
+        attention_factor: Scale of cosine and sine; None means the rule of `dspark.draft.rotary`.
     """
 
     factor: float
@@ -52,6 +57,11 @@ class Yarn:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"yarn.{name}: {value} given, a number above 0 is needed")
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise ValueError(
+                f"yarn.mscale, yarn.mscale_all_dim: {self.mscale}, {self.mscale_all_dim} given; "
+                "both or neither are needed (engines disagree on what one alone means)"
+            )
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,8 @@ class MLAShape:
         q_lora_rank, kv_lora_rank: Widths of the query and the key-value latent.
         qk_nope_head_dim, qk_rope_head_dim: Unrotated and rotated channels of a head's query.
         v_head_dim: Channels of a head's value.
+        rope: Whether the rotated channels really are; false is NoPE, K3's own attention.
+        output_gate: Whether heads are multiplied by sigmoid(g_proj(x)), as in K3's own attention.
     """
 
     q_lora_rank: int
@@ -71,9 +83,19 @@ class MLAShape:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    rope: bool = True
+    output_gate: bool = False
 
     def __post_init__(self) -> None:
-        _at_least_one(self, "mla", *self.__dataclass_fields__)
+        _at_least_one(
+            self,
+            "mla",
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+        )
         if self.qk_rope_head_dim % 2:
             raise ValueError(
                 f"mla.qk_rope_head_dim: {self.qk_rope_head_dim} is odd, rotary positions need pairs"
