@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dspark.distill import trainer as trainer_module
 from dspark.distill.chat import TrainingRow
-from dspark.distill.objective import loss_weights, report
+from dspark.distill.objective import objective, report
 from dspark.distill.processes import Processes
 from dspark.distill.trainer import NonFinite, Trainer
 from tests.distill_setup import ALONE, config, rows, run, same, trainer, weights
@@ -91,7 +91,7 @@ def uneven_step(processes: Processes, copies: int, micro_rows: int) -> tuple[flo
     with mock.patch.object(trainer_module, "batch_sums", sums):
         gradient = gradient_of_a_step(made)
         result = made.run_step(0)
-    return float(report(result.sums, loss_weights(made.settings))["loss"]), gradient
+    return float(report(result.sums, objective(made.settings))["loss"]), gradient
 
 
 def real_step(processes: Processes, micro_rows: int) -> Tensor:
@@ -111,7 +111,7 @@ def half_silent_steps(processes: Processes, micro_rows: int) -> dict[str, Any]:
     state = made.optimiser.state_tensors()
     return {
         "own": own,
-        "losses": [report(r.sums, loss_weights(made.settings))["loss"] for r in results],
+        "losses": [report(r.sums, objective(made.settings))["loss"] for r in results],
         "weights": weights(made),
         "updates": {float(v) for k, v in state.items() if k.endswith(".step")},
     }

@@ -17,7 +17,7 @@ from dspark.distill.batches import Batch, Schedule, deal, make_batch
 from dspark.distill.chat import TrainingRow
 from dspark.distill.evaluate import Decoded, count_rounds, decode_held_out, disagreement
 from dspark.distill.loss import LossSums
-from dspark.distill.objective import batch_sums, loss_weights, report, zero_sums
+from dspark.distill.objective import batch_sums, objective, report, zero_sums
 from dspark.distill.optim import Optimiser, learning_rate
 from dspark.distill.settings import EvalSettings, TrainSettings
 from dspark.distill.taps import BadFeatures, target_features
@@ -112,7 +112,7 @@ def prescribed(per_token: Callable[[int], float]) -> Callable[..., LossSums]:
         for row, mask in zip(batch.valid, batch.loss_mask, strict=True):
             ce[0] += per_token(int(row.sum())) * int(mask.sum())
             weight[0] += int(mask.sum())
-        return replace(total, ce=ce * one, weight=weight)
+        return replace(total, objective=(ce * one).sum(), normaliser=weight.sum(), weight=weight)
 
     return sums
 
@@ -133,7 +133,7 @@ def test_a_token_counts_the_same_in_a_short_and_in_a_long_row(
     made = trainer(training_rows=uneven_rows(), rows_per_step=2, micro_rows=micro_rows, ce=1.0)
     gradient = gradient_of_a_step(made)
     [result] = [made.run_step(0)]
-    logged = report(result.sums, loss_weights(made.settings))["loss"]
+    logged = report(result.sums, objective(made.settings))["loss"]
     assert logged == pytest.approx((1 * 2.0 + 9 * 1.0) / 10)  # 1.1, the token mean; not 1.5
     # d(1.1 * mean(norm.weight)) / d(each of D entries)
     assert gradient.sum().item() == pytest.approx(1.1, rel=1e-6)
@@ -156,7 +156,7 @@ def test_the_last_partial_window_has_its_own_denominator() -> None:
     assert len(last) == 2
     batch = make_batch(ten, last, anchors=SETTINGS.anchors, seed=SETTINGS.seed, epoch=0)
     sums = batch_sums(target, made.drafter, batch, SETTINGS)
-    sums.loss(loss_weights(SETTINGS)).backward()
+    sums.loss().backward()
     expected = made.optimiser.gradients.buffer.clone()
     expected *= min(1.0, SETTINGS.clip / float(expected.norm()))
     assert_close(gradient_of_a_step(made, 2), expected, limit=1e-5)
@@ -168,7 +168,7 @@ def test_a_window_with_nothing_to_learn_changes_nothing() -> None:
     before = weights(made)
     result = made.run_step(0)
     assert float(result.sums.weight.sum()) == 0
-    assert report(result.sums, loss_weights(made.settings))["loss"] is None
+    assert report(result.sums, objective(made.settings))["loss"] is None
     assert result.grad_norm == 0
     assert same(weights(made), before)
     assert not made.optimiser.state_tensors()
@@ -364,7 +364,7 @@ def test_a_batch_without_rows_has_nothing_to_learn() -> None:
     assert not blocks(batch.ids, batch.loss_mask, batch.anchors, 4).supervised.any()
     made.optimiser.gradients.zero()
     sums = batch_sums(target, made.drafter, batch, SETTINGS)
-    loss = sums.loss(loss_weights(SETTINGS), 1.0)
+    loss = sums.objective
     assert loss.item() == 0
     assert loss.requires_grad
     loss.backward()

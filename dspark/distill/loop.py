@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from dspark.distill.config import DistillConfig
-from dspark.distill.objective import loss_weights, report
+from dspark.distill.objective import objective, report
 from dspark.distill.progress import Reporter
 from dspark.distill.state import (
     Checkpoint,
@@ -105,7 +105,7 @@ class _Loop:
         return self.progress.step % every == 0 or self.progress.step == self.total
 
     def _record(self, result: StepResult) -> None:
-        numbers = report(result.sums, loss_weights(self.config.train))
+        numbers = report(result.sums, objective(self.config.train))
         rate = self.window.rate()
         self.reporter.advance(_detail(numbers, rate))
         evaluating = self._due(self.config.eval.every)

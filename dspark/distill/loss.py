@@ -11,11 +11,8 @@ confidence head predicts (a constant there: no gradient through it). Slots weigh
     loss = (0.1 sum w CE + 0.9 sum w L1 + 1.0 sum w BCE) / sum w
 
 Each sum runs over the whole global batch, all ranks and accumulated micro-batches included. So this
-module returns sums, and dividing is left to who knows the global weight. (DSpark paper; constants
-of DeepSpec.)
-
-The vocabulary is large: slots go through the LM head in chunks, supervised ones only, and a chunk's
-logits are recomputed in the backward pass instead of kept.
+module returns sums, and dividing is left to who knows the global ones. (DSpark paper; constants of
+DeepSpec. Other terms and weights: `terms.py`.)
 
 Letters: n supervised slots, G slots of a block, D hidden, V vocabulary.
 """
@@ -28,27 +25,26 @@ from dataclasses import dataclass, fields
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from dspark.distill.fused import DraftVocabulary, Slots, fused_terms
+from dspark.distill.terms import TERMS, Grid, Objective, confidence_weights, slot_weights
 from dspark.draft.heads import ConfidenceHead, SequentialHead
 
-
-@dataclass(frozen=True)
-class LossWeights:
-    """Coefficients of the three terms."""
-
-    ce: float = 0.1
-    l1: float = 0.9
-    confidence: float = 1.0
+CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**29}
+"""Size of one buffer of logits when no chunk is asked for, by device."""
 
 
 @dataclass(frozen=True, eq=False)
 class LossSums:
-    """Sums over supervised slots, kept apart per position; add them, then divide.
+    """Sums over supervised slots, most of them kept apart per position; add them, then divide.
 
     Attributes:
-        ce, l1, bce: [G] weighted sums of the terms, differentiable.
-        weight: [G] sums of w_k; the denominator of each term is its total.
+        objective: [] what is minimised before it is divided, differentiable.
+        normaliser: [] what it is divided by: decay weights of the slots, or blocks in use.
+        ce, l1, nla, kl, reverse_kl, bce: [G] sums of the terms weighted by w_k = exp(-k / decay),
+            whatever weights the objective has, so that runs compare; zeros where a term was not
+            needed.
+        weight: [G] sums of w_k.
         count: [G] number of supervised slots.
         acceptance: [G] unweighted sums of 1 - TV.
         confidence: [G] unweighted sums of sigmoid(c); minus `acceptance` it shows the bias of the
@@ -58,8 +54,13 @@ class LossSums:
         blocks: [] number of blocks with at least one supervised slot.
     """
 
+    objective: Tensor
+    normaliser: Tensor
     ce: Tensor
     l1: Tensor
+    nla: Tensor
+    kl: Tensor
+    reverse_kl: Tensor
     bce: Tensor
     weight: Tensor
     count: Tensor
@@ -68,18 +69,16 @@ class LossSums:
     accepted_length: Tensor
     blocks: Tensor
 
-    def loss(self, weights: LossWeights, total_weight: Tensor | float | None = None) -> Tensor:
+    def loss(self, normaliser: Tensor | float | None = None) -> Tensor:
         """The scalar to minimise: [].
 
         Args:
-            weights: Coefficients of the terms.
-            total_weight: Global sum of slot weights; None means this batch is all there is. A total
-                of zero (nothing supervised anywhere) gives exactly zero.
+            normaliser: Global sum of the normalisers; None means this batch is all there is. Zero
+                (nothing supervised anywhere) gives exactly zero.
         """
-        total = self.weight.sum() if total_weight is None else torch.as_tensor(total_weight)
-        weighted = weights.ce * self.ce.sum() + weights.l1 * self.l1.sum()
-        weighted = weighted + weights.confidence * self.bce.sum()
-        return weighted / total.to(weighted).clamp_min(torch.finfo(weighted.dtype).tiny)
+        total = self.normaliser if normaliser is None else torch.as_tensor(normaliser)
+        total = total.to(self.objective)
+        return self.objective / total.clamp_min(torch.finfo(total.dtype).tiny)
 
     def detached(self) -> LossSums:
         """The same numbers without their graph, for logging and reduction."""
@@ -89,11 +88,6 @@ class LossSums:
         return LossSums(
             *(getattr(self, field.name) + getattr(other, field.name) for field in fields(self))
         )
-
-
-def slot_weights(block_size: int, decay: float, like: Tensor) -> Tensor:
-    """w_k = exp(-k / decay) for k = 0..G-1: largest at the first predicted slot, [G]."""
-    return torch.exp(-torch.arange(block_size, device=like.device, dtype=like.dtype) / decay)
 
 
 def distill_loss(
@@ -106,9 +100,11 @@ def distill_loss(
     to_logits: Callable[[Tensor], Tensor],
     markov_head: SequentialHead,
     confidence_head: ConfidenceHead | None,
-    decay: float = 4.0,
-    chunk: int = 1024,
+    objective: Objective,
+    chunk: int | None = None,
     confidence_detach: bool = False,
+    vocabulary: DraftVocabulary | None = None,
+    to_draft_logits: Callable[[Tensor], Tensor] | None = None,
 ) -> LossSums:
     """Sums of the loss terms over all supervised slots of a batch of blocks.
 
@@ -122,82 +118,77 @@ def distill_loss(
         prev: [..., G] int64, token before each slot's prediction.
         labels: [..., G] int64, data token the slot predicts.
         supervised: [..., G] bool, a contiguous prefix of each block.
-        to_logits: Frozen LM head, [n, D] -> [n, V]; must be differentiable in its argument.
+        to_logits: Frozen LM head, [n, D] -> [n, V]; must be differentiable in its argument and
+            give a tensor of its own, which is overwritten.
         markov_head: Adds the bias of its codes to the drafter's logits.
         confidence_head: None trains no confidence.
-        decay: Constant of the slot weights, in slots.
-        chunk: Slots whose logits exist at one time. When all fit into one chunk, nothing is
-            recomputed either.
+        objective: What the terms weigh.
+        chunk: Slots whose logits exist at one time (whole blocks, so at least one of those); None:
+            as many as fit into `CHUNK_BYTES`.
         confidence_detach: Keep the confidence gradient out of the backbone and the markov table.
             DeepSpec lets it flow (the default here).
+        vocabulary: The drafter's, if it is a reduced one.
+        to_draft_logits: LM head over the reduced vocabulary, [n, D] -> [n, V']; None: `to_logits`.
     """
     slots = supervised.shape[-1]
-    chosen = supervised.reshape(-1).nonzero().squeeze(-1)
-    position = chosen % slots
-    states = hidden.reshape(-1, hidden.shape[-1])[chosen]
-    target_states = target_hidden.reshape(-1, target_hidden.shape[-1])[chosen].detach()
-    codes = markov_head.codes(prev, hidden).flatten(0, -2)[chosen]
-    prev, labels = prev.reshape(-1)[chosen], labels.reshape(-1)[chosen]
+    used = supervised.reshape(-1, slots)[:, 0].nonzero().squeeze(-1)
 
-    def terms(states: Tensor, target_states: Tensor, codes: Tensor, labels: Tensor) -> Tensor:
-        with torch.no_grad():
-            target_logits = to_logits(target_states)
-        return slot_terms(to_logits(states) + markov_head.bias(codes), target_logits, labels)
+    def in_use(values: Tensor, trailing: int = 1) -> Tensor:
+        return values.flatten(0, -1 - trailing)[used]
 
-    ce, l1 = _in_chunks(terms, (states, target_states, codes, labels), chunk)
-    weight = slot_weights(slots, decay, ce)[position]
-    acceptance = (1 - l1.detach() / 2).clamp(0, 1)
-    if confidence_head is None:
-        bce = predicted = torch.zeros_like(acceptance)
-    else:
-        embed = markov_head.embed(prev)
+    on = in_use(supervised)
+    block, position = on.nonzero(as_tuple=True)
+    grid = Grid(block, position, len(on), slots)
+    # Masked, not only left out: a later slot must not reach an earlier one through 0 * NaN.
+    before = in_use(prev).masked_fill(~on, 0)
+    hidden = in_use(hidden, 2).masked_fill(~on[..., None], 0)
+    states, codes = hidden[on], markov_head.codes(before, hidden)[on]
+    chosen_labels, known = in_use(labels)[on], None
+    if vocabulary is not None:
+        chosen_labels, known = vocabulary.labels(chosen_labels)
+    work = Slots(
+        target_states=in_use(target_hidden, 2)[on].detach(),
+        labels=chosen_labels,
+        known=known,
+        grid=grid,
+        counts=on.sum(-1).tolist(),
+        vocabulary=vocabulary,
+        to_logits=to_draft_logits or to_logits,
+        to_target_logits=torch.no_grad()(to_logits),
+        objective=objective,
+    )
+    weight = markov_head.markov_w2.weight
+    chunk = chunk_slots(len(weight), hidden.device) if chunk is None else chunk
+    total, terms = fused_terms(states, codes, weight, work, chunk)
+    by_term = dict(zip(TERMS, terms, strict=True))
+    acceptance = (1 - by_term["l1"] / 2).clamp(0, 1)
+    w = slot_weights(slots, objective.decay, acceptance)[position]
+    bce = predicted = torch.zeros_like(acceptance)
+    if confidence_head is not None:
+        embed = markov_head.embed(before[on])
         if confidence_detach:
             states, embed = states.detach(), embed.detach()
-        logit = confidence_head(states, embed).to(ce.dtype)
+        logit = confidence_head(states, embed).to(acceptance.dtype)
         bce = F.binary_cross_entropy_with_logits(logit, acceptance, reduction="none")
         predicted = logit.detach().sigmoid()
-
-    def per_position(values: Tensor) -> Tensor:
-        return values.new_zeros(slots).index_add(0, position, values)
-
-    survival = acceptance.new_zeros(supervised.numel()).index_copy(0, chosen, acceptance)
-    survival = survival.view(-1, slots).cumprod(-1)
-    in_use = supervised.reshape(-1, slots)[:, 0].to(survival.dtype)
+        total = total + objective.confidence * (confidence_weights(w, grid, objective) * bce).sum()
+    survival = grid.table(acceptance).cumprod(-1)
+    blocks = survival.new_tensor(float(len(on)))
+    weight_sums = grid.per_position(w)
     return LossSums(
-        ce=per_position(weight * ce),
-        l1=per_position(weight * l1),
-        bce=per_position(weight * bce),
-        weight=per_position(weight),
-        count=per_position(torch.ones_like(weight)),
-        acceptance=per_position(acceptance),
-        confidence=per_position(predicted),
-        accepted_length=survival.sum() + in_use.sum(),
-        blocks=in_use.sum(),
+        objective=total,
+        normaliser=blocks if objective.per_block else weight_sums.sum(),
+        **{name: grid.per_position(w * by_term[name]) for name in TERMS},
+        bce=grid.per_position(w * bce.detach()),
+        weight=weight_sums,
+        count=grid.per_position(torch.ones_like(w)),
+        acceptance=grid.per_position(acceptance),
+        confidence=grid.per_position(predicted),
+        accepted_length=survival.sum() + blocks,
+        blocks=blocks,
     )
 
 
-def slot_terms(logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
-    """CE and L1 of every slot, [2, n], from drafter and target logits [n, V] and labels [n]."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    log_q = logits.to(wide).log_softmax(-1)
-    # The same way as q, so that equal logits are at a distance of exactly zero.
-    p = target_logits.detach().to(wide).log_softmax(-1).exp_()
-    ce = -log_q.gather(-1, labels[:, None]).squeeze(-1)
-    return torch.stack((ce, (log_q.exp() - p).abs().sum(-1)))
-
-
-def _in_chunks(
-    terms: Callable[..., Tensor], inputs: tuple[Tensor, ...], chunk: int
-) -> tuple[Tensor, Tensor]:
-    """`terms` over rows of the inputs, `chunk` at a time; each chunk is recomputed for backward."""
-    if chunk < 1:
-        raise ValueError(f"chunk: {chunk} given, at least one slot is needed")
-    if inputs[0].shape[0] <= chunk:
-        ce, l1 = terms(*inputs)
-        return ce, l1
-    parts = zip(*(tensor.split(chunk) for tensor in inputs), strict=True)
-    ce, l1 = torch.cat(
-        [checkpoint(terms, *part, use_reentrant=False, preserve_rng_state=False) for part in parts],
-        dim=-1,
-    )
-    return ce, l1
+def chunk_slots(vocabulary: int, device: torch.device) -> int:
+    """Slots whose fp32 logits fill `CHUNK_BYTES`, at least one."""
+    return max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) // (4 * vocabulary))

@@ -16,20 +16,32 @@ import torch
 from torch import Tensor
 
 from dspark.distill.batches import Batch
-from dspark.distill.loss import LossSums, LossWeights, distill_loss
+from dspark.distill.loss import LossSums, distill_loss
 from dspark.distill.settings import TrainSettings
 from dspark.distill.taps import FeatureSource, target_features
+from dspark.distill.terms import Objective
 from dspark.draft.anchors import block_inputs, blocks
 from dspark.draft.model import DSparkDrafter
 from dspark.runtime.target import Target
 
-SCALARS = ("accepted_length", "blocks")
+SCALARS = ("objective", "normaliser", "accepted_length", "blocks")
 """Fields of LossSums without a position."""
 
 
-def loss_weights(settings: TrainSettings) -> LossWeights:
-    """Coefficients of the terms. The settings speak of TV: the loss takes 2 TV, as DeepSpec's."""
-    return LossWeights(settings.ce, settings.tv, settings.confidence)
+def objective(settings: TrainSettings) -> Objective:
+    """What the settings ask to minimise. They speak of TV: the loss takes 2 TV, as DeepSpec's."""
+    return Objective(
+        ce=settings.ce,
+        l1=settings.tv,
+        confidence=settings.confidence,
+        kl=settings.kl,
+        reverse_kl=settings.reverse_kl,
+        nla=settings.nla,
+        lk_hybrid=settings.lk_hybrid,
+        length=settings.length,
+        slot_weights=settings.slot_weights,
+        decay=settings.decay,
+    )
 
 
 def batch_sums(
@@ -70,7 +82,7 @@ def batch_sums(
         to_logits=lambda states: target.logits(states.to(target.dtype)),
         markov_head=drafter.markov_head,
         confidence_head=drafter.confidence_head if settings.confidence > 0 else None,
-        decay=settings.decay,
+        objective=objective(settings),
         chunk=settings.chunk,
         confidence_detach=settings.confidence_detach,
     )
@@ -101,25 +113,29 @@ def from_vector(vector: Tensor, block_size: int) -> LossSums:
     return LossSums(*(part.reshape(s) for part, s in zip(parts, shapes, strict=True)))
 
 
-def report(sums: LossSums, weights: LossWeights) -> dict[str, Any]:
+def report(sums: LossSums, trained: Objective) -> dict[str, Any]:
     """Averages as they stand in training.json; None where nothing was supervised.
 
-    `ce`, `tv` and `confidence_bce` are means by slot weight, as in the loss; lists are per slot.
-    `accepted_length` is tokens per round under teacher forcing.
+    `loss` is what is minimised. Terms are means by exp(-k / decay) whatever its weights are, so
+    that runs compare; those that only some objectives have are there if `trained` has them. Lists
+    are per slot. `accepted_length` is tokens per round under teacher forcing.
     """
     total = float(sums.weight.sum())
     weight, count = sums.weight.tolist(), sums.count.tolist()
-    ce, l1, bce = sums.ce.tolist(), sums.l1.tolist(), sums.bce.tolist()
+    terms = {
+        "ce": sums.ce.tolist(),
+        "tv": (sums.l1 / 2).tolist(),
+        "confidence_bce": sums.bce.tolist(),
+    }
+    for name in ("kl", "reverse_kl", "nla"):
+        if getattr(trained, name) > 0:
+            terms[name] = getattr(sums, name).tolist()
     return {
-        "loss": _ratio(float(sums.loss(weights, 1.0)), total),
-        "ce": _ratio(sum(ce), total),
-        "tv": _ratio(sum(l1) / 2, total),
-        "confidence_bce": _ratio(sum(bce), total),
+        "loss": _ratio(float(sums.objective), float(sums.normaliser)),
+        **{name: _ratio(sum(values), total) for name, values in terms.items()},
         "accepted_length": _ratio(float(sums.accepted_length), float(sums.blocks)),
         "acceptance": _ratios(sums.acceptance.tolist(), count),
-        "ce_per_slot": _ratios(ce, weight),
-        "tv_per_slot": _ratios([value / 2 for value in l1], weight),
-        "confidence_bce_per_slot": _ratios(bce, weight),
+        **{f"{name}_per_slot": _ratios(values, weight) for name, values in terms.items()},
         "confidence_per_slot": _ratios(sums.confidence.tolist(), count),
     }
 

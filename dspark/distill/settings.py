@@ -12,9 +12,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from dspark.distill.terms import SLOT_WEIGHTS
 from dspark.draft.config import BACKBONES, MARKOV_HEAD_TYPES
 from dspark.draft.shapes import GLA
 from dspark.errors import UserError
+
+TOKEN_TERMS = ("ce", "tv", "kl", "reverse_kl", "nla", "lk_hybrid", "length")
+"""Weights in TrainSettings that teach the drafter tokens."""
 
 
 def option(default: Any, doc: str) -> Any:
@@ -162,10 +166,16 @@ class TrainSettings:
     ce: float = option(0.5, "weight of the cross-entropy with the row's own tokens")
     tv: float = option(0.9, "weight of 2 TV between drafter and target")
     confidence: float = option(1.0, "weight of the confidence loss")
+    kl: float = option(0.0, "weight of KL(target || drafter)")
+    reverse_kl: float = option(0.0, "weight of KL(drafter || target)")
+    nla: float = option(0.0, "weight of -log(1 - TV), the negative log acceptance")
+    lk_hybrid: float = option(0.0, "weight of s KL + (1 - s) TV, s = exp(-3 (1 - TV))")
+    length: float = option(0.0, "weight of minus the drafted tokens expected to be accepted")
+    slot_weights: str = option("decay", "decay: exp(-k / decay) | dpace: by how far a block gets")
     confidence_detach: bool = option(True, "stop the confidence gradient before the backbone")
     decay: float = option(4.0, "slot k weighs exp(-k / decay)")
     keep_gib: float = option(2.0, "with several epochs: memory for target states; 0 keeps none")
-    chunk: int = option(4096, "supervised slots whose logits exist at once")
+    chunk: int | None = option(None, "supervised slots whose logits exist at once; null: by bytes")
     seed: int = option(0, "decides initial weights, row order, anchors and answers")
     sharded: bool = option(False, "share gradients and moments out among the processes")
     log_every: int = option(10, "steps between records in training.json")
@@ -176,7 +186,7 @@ class TrainSettings:
             "chunk", "log_every",
         )  # fmt: skip
         _check_at_least(
-            "train", self, 0, "weight_decay", "ce", "tv", "confidence", "seed", "keep_gib"
+            "train", self, 0, "weight_decay", "confidence", "seed", "keep_gib", *TOKEN_TERMS
         )
         _check(self.seed < 2**63, f"train.seed is {self.seed}: expected less than 2^63")
         for name in ("lr", "eps", "clip", "decay"):
@@ -193,8 +203,12 @@ class TrainSettings:
             f"train.precision is {self.precision!r}: expected fp32 or bf16",
         )
         _check(
-            self.ce + self.tv > 0,
-            "train.ce and train.tv are both 0: the drafter would learn no tokens",
+            self.slot_weights in SLOT_WEIGHTS,
+            f"train.slot_weights is {self.slot_weights!r}: expected {' or '.join(SLOT_WEIGHTS)}",
+        )
+        _check(
+            any(getattr(self, name) > 0 for name in TOKEN_TERMS),
+            f"train.{', '.join(TOKEN_TERMS)} are all 0: the drafter would learn no tokens",
         )
 
 

@@ -25,7 +25,7 @@ from dspark.distill.loss import LossSums
 from dspark.distill.objective import (
     batch_sums,
     from_vector,
-    loss_weights,
+    objective,
     report,
     to_vector,
     zero_sums,
@@ -111,7 +111,7 @@ class Trainer:
             self._stop(step, self.processes.texts(fault))
         self.processes.sum(gradients.buffer)
 
-        weight = float(sums.weight.sum())
+        weight = float(sums.normaliser)
         lr = learning_rate(step, self.schedule.total_steps, self.settings)
         norm = 0.0
         if weight > 0:
@@ -131,7 +131,7 @@ class Trainer:
             part = batch_sums(self.target, self.drafter, batch, self.settings, self.source)
             sums = sums + part
         sums, _ = self._reduce(sums, 0, False)
-        return report(sums, loss_weights(self.settings))
+        return report(sums, objective(self.settings))
 
     def _batches(
         self, rows: Sequence[TrainingRow], row_ids: Sequence[int], epoch: int
@@ -153,14 +153,12 @@ class Trainer:
         except BadFeatures as error:
             return zero_sums(self.drafter.config.block_size, self.processes.device), str(error)
         fault = self._fault(sums, batch)
-        if fault is None:
-            loss = sums.loss(loss_weights(self.settings), 1.0)
-            if loss.requires_grad:
-                loss.backward()
+        if fault is None and sums.objective.requires_grad:
+            sums.objective.backward()
         return sums.detached(), fault
 
     def _fault(self, sums: LossSums, batch: Batch) -> str | None:
-        for name in ("ce", "l1", "bce"):
+        for name in ("ce", "l1", "bce", "objective"):
             if bool(torch.isfinite(getattr(sums, name)).all()):
                 continue
             broken = [n for n, p in self.drafter.named_parameters() if not _finite(p)]
