@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dspark.draft.calibration import Calibration
 from dspark.runtime.target import TargetOutput
 from dspark.taps import TapSet
 
@@ -134,6 +135,7 @@ class TableDrafter:
     """Logits of slot k are `slots[k, anchor] + bias[previous token]`."""
 
     taps = TAPS
+    calibration: Calibration | None = None
 
     def __init__(self, slots: Tensor, bias: Tensor) -> None:
         block, vocab = slots.shape[:2]

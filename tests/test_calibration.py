@@ -1,22 +1,23 @@
-"""`calibration.json`: what is written, and what loads: a folder with it, or without it.
-
-Temperatures are not fitted yet. The file says so, and says how far off the raw confidence is.
-"""
+"""`calibration.json`: what is written, what loads, and which entry a sampling setting gets."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dspark.draft import DraftConfig, DSparkDrafter
-from dspark.draft.calibration import Calibration, calibration_from_dict, measured
+from dspark.draft.calibration import Calibration, Fitted, measured
+from dspark.draft.calibration_file import calibration_from_dict
 from dspark.draft.checkpoint import load_drafter, read_calibration, save_drafter
 from dspark.errors import UserError
 from dspark.files import json_text
+from dspark.runtime.sampling import SamplingParams
 
 CONFIG = DraftConfig(
     hidden_size=16,
@@ -34,28 +35,66 @@ CONFIG = DraftConfig(
     markov_rank=6,
 )
 HELD_OUT = {"acceptance": [0.75, 0.5, None], "confidence_per_slot": [0.8, 0.625, None], "loss": 1.0}
-GOOD = measured(HELD_OUT, CONFIG, 7)
+RAW = measured(HELD_OUT, CONFIG, 7)
+GREEDY = Fitted(
+    temperature=0.0,
+    top_p=1.0,
+    top_k=0,
+    method="token",
+    temperatures=(2.0, 0.5, 1.0),
+    ece_before=(0.06, 0.07, None),
+    ece_after=(0.01, 0.02, None),
+    ece_floor=(0.01, 0.015, None),
+    auc=(0.8, None, None),
+    brier=(0.2, 0.1, None),
+    average_ece_after_ci95=(0.008, 0.02),
+    rounds=900,
+    prompts=60,
+)
+WARM = replace(GREEDY, temperature=1.0, temperatures=(1.5, 1.25, 3.0), average_ece_after_ci95=None)
+NUCLEUS = replace(WARM, top_p=0.9, temperatures=(4.0, 4.0, 4.0))
+GOOD = RAW.with_fitted(GREEDY, WARM)
 
 
 def folder_with(tmp_path: Path, text: str | None) -> Path:
     folder = tmp_path / "draft"
-    texts = None if text is None else {"calibration.json": text}
-    save_drafter(folder, DSparkDrafter(CONFIG), texts=texts)
+    save_drafter(folder, DSparkDrafter(CONFIG))
+    if text is not None:
+        (folder / "calibration.json").write_text(text, encoding="utf-8")
     return folder
 
 
+def sampling(temperature: float, top_p: float = 1.0, top_k: int = 0) -> SamplingParams:
+    return SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+
+
+# ------------------------------------------------------------------ what is written
+
+
 def test_what_is_known_is_written_and_what_is_not_is_said() -> None:
-    assert GOOD.to_dict() == {
-        "schema_version": 1,
+    assert RAW.to_dict() == {
+        "schema_version": 2,
         "calibrated": False,
-        "temperatures": None,
         "measured_on": "held-out rows, teacher-forced, temperature 1",
         "confidence_per_slot": [0.8, 0.625, None],
         "acceptance_per_slot": [0.75, 0.5, None],
         "rows": 7,
+        "settings": [],
     }
     none = (None, None, None)
     assert measured(None, CONFIG, 7) == Calibration(None, none, none, 0)
+
+
+def test_a_fitted_entry_stands_in_the_file_as_it_is() -> None:
+    written = GOOD.to_dict()
+    assert written["calibrated"] is True
+    assert written["settings"][0] == {
+        "temperature": 0.0, "top_p": 1.0, "top_k": 0, "method": "token",
+        "temperatures": [2.0, 0.5, 1.0], "ece_before": [0.06, 0.07, None],
+        "ece_after": [0.01, 0.02, None], "ece_floor": [0.01, 0.015, None],
+        "auc": [0.8, None, None], "brier": [0.2, 0.1, None],
+        "average_ece_after_ci95": [0.008, 0.02], "rounds": 900, "prompts": 60,
+    }  # fmt: skip
 
 
 def test_a_drafter_without_a_confidence_head_has_said_nothing() -> None:
@@ -69,22 +108,98 @@ def test_a_drafter_without_a_confidence_head_has_said_nothing() -> None:
     assert silent.acceptance_per_slot == (0.75, 0.5, None)
 
 
-@pytest.mark.parametrize("calibration", [GOOD, measured(None, CONFIG, 0)])
-def test_a_folder_loads_with_it_and_gives_it_back(tmp_path: Path, calibration: Any) -> None:
-    folder = folder_with(tmp_path, json_text(calibration.to_dict()))
-    assert read_calibration(folder, load_drafter(folder).config) == calibration
+def test_a_new_entry_replaces_the_one_for_its_setting() -> None:
+    again = replace(WARM, temperatures=(9.0, 9.0, 9.0))
+    assert GOOD.with_fitted(NUCLEUS, again).settings == (GREEDY, NUCLEUS, again)
+    with pytest.raises(ValueError, match="4 temperatures for 3 slots"):
+        GOOD.with_fitted(replace(WARM, temperatures=(1.0,) * 4))
 
 
-def test_a_folder_loads_without_it(tmp_path: Path) -> None:
+# ------------------------------------------------------------------ which entry is used
+
+
+def test_the_nearest_entry_is_used_and_known_to_be_only_near() -> None:
+    calibration = GOOD.with_fitted(NUCLEUS)
+    assert calibration.nearest(sampling(1.0)) == (WARM, True)
+    assert calibration.nearest(sampling(0.0)) == (GREEDY, True)
+    assert calibration.nearest(sampling(0.4)) == (GREEDY, False)
+    assert calibration.nearest(sampling(0.6)) == (WARM, False)
+    assert calibration.nearest(sampling(1.0, top_p=0.91)) == (NUCLEUS, False)
+    assert calibration.nearest(sampling(1.0, top_k=50)) == (WARM, False)
+    assert RAW.nearest(sampling(1.0)) is None
+
+
+def test_greedy_decoding_has_one_setting_whatever_the_filters() -> None:
+    assert GOOD.nearest(sampling(0.0, top_p=0.5, top_k=3)) == (GREEDY, True)
+
+
+def test_an_unknown_setting_says_which_entry_stands_in() -> None:
+    assert GOOD.warning(sampling(1.0)) is None
+    said = GOOD.warning(sampling(0.7, top_p=0.9))
+    assert said is not None
+    assert "not calibrated for temperature 0.7, top-p 0.9: the entry for temperature 1 is" in said
+    assert "not calibrated; run `dspark calibrate`" in str(RAW.warning(sampling(1.0)))
+
+
+def test_confidence_is_the_sigmoid_of_the_logit_over_the_slots_temperature() -> None:
+    logits = torch.tensor([[2.0, -1.0], [0.0, 3.0]])
+    expected = [[1 / (1 + math.exp(-x / t)) for x, t in zip(row, (2.0, 0.5), strict=True)]
+                for row in logits.tolist()]  # fmt: skip
+    found = GOOD.confidence(logits, sampling(0.0))
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-6, atol=0)
+    assert torch.equal(RAW.confidence(logits, sampling(0.0)), torch.sigmoid(logits))
+    assert GOOD.confidence(logits.bfloat16(), sampling(1.0)).dtype == torch.float32
+
+
+# ------------------------------------------------------------------ what loads
+
+
+@pytest.mark.parametrize("calibration", [RAW, GOOD, measured(None, CONFIG, 0)])
+def test_a_drafter_carries_it_through_save_and_load(tmp_path: Path, calibration: Any) -> None:
+    drafter = DSparkDrafter(CONFIG)
+    drafter.calibration = calibration
+    save_drafter(tmp_path / "a", drafter)
+    loaded = load_drafter(tmp_path / "a")
+    assert loaded.calibration == calibration
+    assert read_calibration(tmp_path / "a", CONFIG) == calibration
+    save_drafter(tmp_path / "b", loaded)
+    first, second = (tmp_path / name / "calibration.json" for name in "ab")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_a_drafter_without_one_writes_none(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, None)
-    assert read_calibration(folder, load_drafter(folder).config) is None
+    assert not (folder / "calibration.json").exists()
+    assert load_drafter(folder).calibration is None
+
+
+def test_its_name_is_not_free_for_other_texts(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'calibration\.json' is not a free file name"):
+        save_drafter(tmp_path / "a", DSparkDrafter(CONFIG), texts={"calibration.json": "{}"})
+
+
+def test_version_1_is_read_as_uncalibrated(tmp_path: Path) -> None:
+    old = {
+        "schema_version": 1,
+        "calibrated": False,
+        "temperatures": None,
+        "measured_on": "held-out rows, teacher-forced, temperature 1",
+        "confidence_per_slot": [0.8, 0.625, None],
+        "acceptance_per_slot": [0.75, 0.5, None],
+        "rows": 7,
+    }
+    assert load_drafter(folder_with(tmp_path, json.dumps(old))).calibration == RAW
+    claims = old | {"calibrated": True, "temperatures": [1.0, 1.0, 1.0]}
+    with pytest.raises(UserError, match="version 1 had none"):
+        load_drafter(folder_with(tmp_path, json.dumps(claims)))
 
 
 BAD = {
-    "schema_version: 2 given": {"schema_version": 2},
+    "schema_version: 3 given": {"schema_version": 3},
     "schema_version: None given": {"schema_version": None},
-    "calibrated, temperatures: only false": {"calibrated": True},
-    "temperatures: only false and null": {"temperatures": [1.0, 1.0, 1.0]},
+    "schema_version: True given": {"schema_version": True},
+    "calibrated: False given, True was expected with 2": {"calibrated": False},
+    "settings: a list was": {"settings": None},
     "confidence_per_slot: a list of 3": {"confidence_per_slot": [0.5, 0.5]},
     "acceptance_per_slot: a list of 3": {"acceptance_per_slot": [0.5] * 4},
     "acceptance_per_slot: a list of 3 numbers": {"acceptance_per_slot": "0.5"},
@@ -93,15 +208,52 @@ BAD = {
     "confidence_per_slot: True given": {"confidence_per_slot": [True, 0.5, 0.5]},
     "rows: -1 given": {"rows": -1},
     "measured_on: 3 given": {"measured_on": 3},
+    "settings: temperature 0 occurs twice": {"settings": [GOOD.to_dict()["settings"][0]] * 2},
+}
+BAD_ENTRIES = {
+    "temperatures: 0 given": {"temperatures": [1.0, 0, 1.0]},
+    "temperatures: -1.0 given": {"temperatures": [1.0, -1.0, 1.0]},
+    "temperatures: inf given": {"temperatures": [1.0, math.inf, 1.0]},
+    "temperatures: None given": {"temperatures": [1.0, None, 1.0]},
+    "temperatures: a list of 3": {"temperatures": [1.0, 1.0]},
+    "temperature: -1 given": {"temperature": -1},
+    "temperature: nan given": {"temperature": math.nan},
+    "top_p: 0.0 given": {"top_p": 0},
+    "top_k: 1.5 given": {"top_k": 1.5},
+    "method: 'relaxed' given": {"method": "relaxed"},
+    "ece_after: 2 given": {"ece_after": [2, 0.1, 0.1]},
+    "auc: a list of 3": {"auc": None},
+    "average_ece_after_ci95: 0.1 given": {"average_ece_after_ci95": 0.1},
+    "rounds: True given": {"rounds": True},
+    "biases: no such key": {"biases": [0.0, 0.0, 0.0]},
 }
 
 
 @pytest.mark.parametrize("message", BAD)
 def test_a_malformed_file_is_refused_by_name(tmp_path: Path, message: str) -> None:
-    changed = GOOD.to_dict() | BAD[message]
-    folder = folder_with(tmp_path, json.dumps(changed))
+    folder = folder_with(tmp_path, json.dumps(GOOD.to_dict() | BAD[message]))
     with pytest.raises(UserError, match=rf"calibration\.json: .*{message}"):
         load_drafter(folder)
+
+
+@pytest.mark.parametrize("message", BAD_ENTRIES)
+def test_a_malformed_entry_is_refused_by_name(tmp_path: Path, message: str) -> None:
+    raw = GOOD.to_dict()
+    raw["settings"][1] |= BAD_ENTRIES[message]
+    folder = folder_with(tmp_path, json.dumps(raw))
+    with pytest.raises(UserError, match=rf"calibration\.json: settings\[1\]: {message}"):
+        load_drafter(folder)
+
+
+@pytest.mark.parametrize("key", GOOD.to_dict()["settings"][0])
+def test_an_entry_without_a_key_is_refused(key: str) -> None:
+    raw = GOOD.to_dict()
+    del raw["settings"][1][key]
+    if key == "average_ece_after_ci95":  # null where one prompt was all there was
+        assert calibration_from_dict(raw, 3).settings[1] == WARM
+        return
+    with pytest.raises(ValueError, match=rf"settings\[1\]: {key}: "):
+        calibration_from_dict(raw, 3)
 
 
 @pytest.mark.parametrize(
@@ -122,5 +274,6 @@ def test_it_is_not_read_from_elsewhere(tmp_path: Path) -> None:
         load_drafter(folder)
 
 
-def test_reading_is_the_inverse_of_writing() -> None:
-    assert calibration_from_dict(json.loads(json_text(GOOD.to_dict())), 3) == GOOD
+@pytest.mark.parametrize("calibration", [RAW, GOOD])
+def test_reading_is_the_inverse_of_writing(calibration: Calibration) -> None:
+    assert calibration_from_dict(json.loads(json_text(calibration.to_dict())), 3) == calibration

@@ -179,7 +179,7 @@ def write_drafter_folder(
 ) -> None:
     """Put the finished drafter into the run folder, `config.json` last: with it, all is there."""
     evaluated = [record["held_out"] for record in history if record.get("held_out")]
-    calibration = measured(
+    drafter.calibration = measured(
         evaluated[-1] if evaluated else None, drafter.config, provenance.held_out_rows
     )
     with explain_full_disk(out):
@@ -187,10 +187,9 @@ def write_drafter_folder(
         texts = {
             "training.json": json_text(list(history)),
             "README.md": model_card(provenance, history),
-            CALIBRATION_FILE: json_text(calibration.to_dict()),
         }
         save_drafter(fresh, drafter, texts=texts)
-        for name in (*texts, WEIGHTS_FILE, CONFIG_FILE):
+        for name in (*texts, CALIBRATION_FILE, WEIGHTS_FILE, CONFIG_FILE):
             os.replace(fresh / name, out / name)
         shutil.rmtree(fresh)
 

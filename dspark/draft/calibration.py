@@ -1,50 +1,172 @@
-"""`calibration.json`: how far a drafter's confidence may be believed, slot by slot.
+"""`calibration.json`: how far a drafter's confidence may be believed, and what puts it right.
 
-    confidence_k   what the confidence head says of slot k: accepted, given that all before are
-    acceptance_k   what became of it, 1 - TV
-    both are means over the same held-out blocks; the gap between them is the error of c_k
+    confidence of slot k = sigmoid(l_k / T_k)       l_k: logit of the confidence head
 
-Temperatures that close the gap are not fitted yet: `calibrated` is false, `temperatures` is null,
-and the confidence that a drafter reports is its head's raw one. A file that claims otherwise is
-refused, since what it promises would not be applied.
+There is one entry of temperatures for each sampling setting, since what is accepted depends on how
+the target samples, while l_k comes from the drafter at temperature 1 unfiltered, always. They are
+fitted on rounds of the run-time process (`scaling`), so that the product of the confidences is the
+chance that a prefix survives. A setting without an entry uses the nearest, and whoever reports
+numbers says so. A drafter with no entries reports its head's raw sigmoid.
+
+Version 1 of the file had no entries, only the teacher-forced means that still stand beside them;
+it is read as what it says. Version 2 is written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from dspark.draft.config import DraftConfig
 
 CALIBRATION_FILE = "calibration.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 TEACHER_FORCED = "held-out rows, teacher-forced, temperature 1"
+
+Slots = tuple[float | None, ...]
+
+
+class Sampling(Protocol):
+    """A sampling setting, as the runtime's `SamplingParams` has it. Temperature 0 is greedy."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def top_p(self) -> float: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The temperatures of one sampling setting, and what they were worth on held-out rounds.
+
+    temperature, top_p, top_k  the target's and the drafter's sampling; 0 temperature is greedy
+    method       how rounds were verified: "token", one accept-or-reject per token
+    temperatures [G] > 0, what the logits of a slot are divided by
+    ece_before   [G] ECE of the survival product with the raw sigmoid; None: slot never verified
+    ece_after    [G] the same once scaled, on prompts that the temperatures were not fitted on
+    ece_floor    [G] what a perfect forecast would show on as many rounds: ECE is never 0
+    auc          [G] of the scaled product; None also where all rounds ended alike
+    brier        [G] likewise
+    average_ece_after_ci95  of the mean over slots, resampling prompts; None below two prompts
+    rounds, prompts         how many were fitted on, and judged
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    method: str
+    temperatures: tuple[float, ...]
+    ece_before: Slots
+    ece_after: Slots
+    ece_floor: Slots
+    auc: Slots
+    brier: Slots
+    average_ece_after_ci95: tuple[float, float] | None
+    rounds: int
+    prompts: int
+
+    def confidence(self, logits: Tensor) -> Tensor:
+        """Raw logits [..., g] of the first g slots -> calibrated confidence, same shape, fp32."""
+        temperatures = _on_device(self.temperatures, logits.device)
+        return torch.sigmoid(logits.float() / temperatures[: logits.shape[-1]])
+
+    @property
+    def setting(self) -> str:
+        """For messages: "temperature 1, top-p 0.95"."""
+        return describe(self)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Means per block slot; None where nothing was measured.
+    """Everything the file holds.
 
+    The first four fields are teacher-forced means per block slot, None where nothing was measured:
     measured_on says how, and is None if nothing was measured at all; rows is the number of rows.
+    They show how wrong the head was where it was trained; `settings` corrects the run-time process.
     """
 
     measured_on: str | None
-    confidence_per_slot: tuple[float | None, ...]
-    acceptance_per_slot: tuple[float | None, ...]
+    confidence_per_slot: Slots
+    acceptance_per_slot: Slots
     rows: int
+    settings: tuple[Fitted, ...] = ()
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether any setting was fitted."""
+        return bool(self.settings)
+
+    @property
+    def slots(self) -> int:
+        """G, the block size it belongs to."""
+        return len(self.confidence_per_slot)
+
+    def nearest(self, sampling: Sampling) -> tuple[Fitted, bool] | None:
+        """The entry to use for a sampling setting, and whether it was fitted for exactly that one.
+
+        Nearest in temperature, then in top-p, then in top-k. None: nothing was fitted.
+        """
+        if not self.settings:
+            return None
+        best = min(self.settings, key=lambda entry: _distance(entry, sampling))
+        return best, not any(_distance(best, sampling))
+
+    def confidence(self, logits: Tensor, sampling: Sampling) -> Tensor:
+        """Raw logits [..., g] of the first g slots -> confidence, fp32; raw if nothing fits."""
+        found = self.nearest(sampling)
+        return torch.sigmoid(logits.float()) if found is None else found[0].confidence(logits)
+
+    def warning(self, sampling: Sampling) -> str | None:
+        """What to say beside numbers that rest on the confidence at that setting, if anything."""
+        found = self.nearest(sampling)
+        if found is None:
+            return "the drafter's confidence is not calibrated; run `dspark calibrate`"
+        entry, exact = found
+        if exact:
+            return None
+        return (
+            f"the drafter's confidence was not calibrated for {describe(sampling)}: the entry for "
+            f"{entry.setting} is used; add one with `dspark calibrate`"
+        )
+
+    def with_fitted(self, *entries: Fitted) -> Calibration:
+        """These entries added, each in place of the one for the same setting, sorted."""
+        for entry in entries:
+            if len(entry.temperatures) != self.slots:
+                raise ValueError(f"{len(entry.temperatures)} temperatures for {self.slots} slots")
+        kept = [old for old in self.settings if all(any(_distance(old, new)) for new in entries)]
+        ordered = sorted([*kept, *entries], key=lambda e: (e.temperature, e.top_p, e.top_k))
+        return replace(self, settings=tuple(ordered))
 
     def to_dict(self) -> dict[str, Any]:
         """As it stands in the file."""
         return {
             "schema_version": SCHEMA_VERSION,
-            "calibrated": False,
-            "temperatures": None,
+            "calibrated": self.calibrated,
             "measured_on": self.measured_on,
             "confidence_per_slot": list(self.confidence_per_slot),
             "acceptance_per_slot": list(self.acceptance_per_slot),
             "rows": self.rows,
+            "settings": [_entry_dict(entry) for entry in self.settings],
         }
+
+
+def describe(sampling: Sampling) -> str:
+    """A setting in words; what greedy decoding ignores is left out."""
+    words = [f"temperature {sampling.temperature:g}"]
+    if sampling.temperature > 0:
+        words += [f"top-p {sampling.top_p:g}"] if sampling.top_p < 1 else []
+        words += [f"top-k {sampling.top_k}"] if sampling.top_k else []
+    return ", ".join(words)
 
 
 def measured(held_out: Mapping[str, Any] | None, config: DraftConfig, rows: int) -> Calibration:
@@ -60,37 +182,29 @@ def measured(held_out: Mapping[str, Any] | None, config: DraftConfig, rows: int)
     return Calibration(TEACHER_FORCED, tuple(confidence), tuple(held_out["acceptance"]), rows)
 
 
-def calibration_from_dict(raw: Any, block_size: int) -> Calibration:
-    """The inverse of `Calibration.to_dict`.
-
-    Raises:
-        ValueError: "key: what is wrong", for another schema, or slots that are not the drafter's.
-    """
-    if not isinstance(raw, dict):
-        raise ValueError("a JSON object was expected")
-    version = raw.get("schema_version")
-    if version != SCHEMA_VERSION:
-        raise ValueError(f"schema_version: {version!r} given, {SCHEMA_VERSION} was expected")
-    if raw.get("calibrated") is not False or raw.get("temperatures") is not None:
-        raise ValueError("calibrated, temperatures: only false and null; none are applied yet")
-    where, rows = raw.get("measured_on"), raw.get("rows")
-    if where is not None and not isinstance(where, str):
-        raise ValueError(f"measured_on: {where!r} given, a string or null was expected")
-    if type(rows) is not int or rows < 0:
-        raise ValueError(f"rows: {rows!r} given, a number of rows was expected")
-    return Calibration(
-        where,
-        _slots(raw, "confidence_per_slot", block_size),
-        _slots(raw, "acceptance_per_slot", block_size),
-        rows,
-    )
+@lru_cache(maxsize=64)
+def _on_device(temperatures: tuple[float, ...], device: torch.device) -> Tensor:
+    """Copied once: a round must not wait for the host."""
+    with torch.inference_mode(False):
+        return torch.tensor(temperatures, dtype=torch.float32, device=device)
 
 
-def _slots(raw: Mapping[str, Any], key: str, block_size: int) -> tuple[float | None, ...]:
-    values = raw.get(key)
-    if not isinstance(values, list) or len(values) != block_size:
-        raise ValueError(f"{key}: a list of {block_size} numbers was expected, one per block slot")
-    for value in values:
-        if value is not None and not (type(value) in (int, float) and 0 <= value <= 1):
-            raise ValueError(f"{key}: {value!r} given, a probability or null was expected")
-    return tuple(values)
+def _distance(entry: Sampling, sampling: Sampling) -> tuple[float, float, float]:
+    """(temperature, top-p, top-k), each 0 if alike. Greedy decoding has no use for the others."""
+    gap = abs(entry.temperature - sampling.temperature)
+    if entry.temperature == sampling.temperature == 0:
+        return gap, 0.0, 0.0
+    # 1 / k, so that 0, which keeps every token, is next to a large k.
+    k_gap = abs(_inverse(entry.top_k) - _inverse(sampling.top_k))
+    return gap, abs(entry.top_p - sampling.top_p), k_gap
+
+
+def _inverse(k: int) -> float:
+    return 1 / k if k else 0.0
+
+
+def _entry_dict(entry: Fitted) -> dict[str, Any]:
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in asdict(entry).items()
+    }

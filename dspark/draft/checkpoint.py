@@ -5,9 +5,9 @@ SpecForge and SGLang look for there. What no other format records stands beside 
 of the three is a silent loss of acceptance when guessed wrong: what a tap holds
 (`target_tap_kind`), where layer ids start (`layer_id_origin`), and whether the anchor slot predicts
 (`sample_from_anchor`). Embedding and LM head are the target's and are not stored, unless copies are
-asked for (`TargetCopies`: DeepSpec's evaluator wants them).
+asked for (`TargetCopies`: DeepSpec's evaluator wants them). Other layouts are `dspark.interop`'s.
 
-Pickles are never opened.
+Pickles are never opened (`folder.py`).
 """
 
 from __future__ import annotations
@@ -18,24 +18,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from dspark.draft.calibration import CALIBRATION_FILE, Calibration, calibration_from_dict
+from dspark.draft.calibration import CALIBRATION_FILE, Calibration
+from dspark.draft.calibration_file import calibration_from_dict
 from dspark.draft.config import DraftConfig
 from dspark.draft.config_file import config_from_dict, config_to_dict
+from dspark.draft.folder import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    TensorFolder,
+    check_inside,
+    read_object,
+    write_folder,
+)
 from dspark.draft.model import DSparkDrafter
+from dspark.draft.vocabulary import MEMBERS, OFFSETS, check_maps
 from dspark.errors import UserError
-from dspark.files import atomic_folder, atomic_write_json, atomic_write_text, read_json
+from dspark.files import json_text, read_json
 
 if TYPE_CHECKING:
     from dspark.runtime.target import Target
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+OWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, CALIBRATION_FILE)
 COPY_NAMES = ("embed_tokens.weight", "lm_head.weight")
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,10 +64,10 @@ def save_drafter(
 
     Args:
         folder: Replaced if it exists.
-        drafter: Weights and configuration.
-        dtype: Of every stored tensor; fp32 keeps training's master copy, bf16 halves the file.
+        drafter: Weights, configuration and, if it has one, calibration.
+        dtype: Of every stored weight; fp32 keeps training's master copy, bf16 halves the file.
         target_copies: Store embedding and LM head too.
-        texts: Further files of the folder, name -> content (`calibration.json`, `README.md`, ...).
+        texts: Further files of the folder, name -> content (`README.md`, `training.json`).
     """
     tensors = dict(drafter.state_dict())
     if target_copies is not None:
@@ -71,20 +77,18 @@ def save_drafter(
             if tuple(copy.shape) != shape:
                 raise ValueError(f"{name}: shape {tuple(copy.shape)}, expected {shape}")
             tensors[name] = copy
-    # Clones: safetensors refuses tensors that share memory, such as a tied embedding and head.
-    tensors = {
-        name: tensor.detach().to("cpu", dtype, copy=True).contiguous()
+    texts = dict(texts or {})
+    for name in texts:
+        if Path(name).name != name or name in OWN_FILES:
+            raise ValueError(f"{name!r} is not a free file name inside a drafter folder")
+    if drafter.calibration is not None:
+        texts[CALIBRATION_FILE] = json_text(drafter.calibration.to_dict())
+    stored = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
     }
     config = config_to_dict(drafter.config, dtype=dtype, with_copies=target_copies is not None)
-    with atomic_folder(folder) as fresh:
-        save_file(tensors, fresh / WEIGHTS_FILE, metadata={"format": "pt"})
-        (fresh / WEIGHTS_FILE).chmod(0o666 & fresh.stat().st_mode)  # safetensors makes it private
-        atomic_write_json(fresh / CONFIG_FILE, config)
-        for name, text in (texts or {}).items():
-            if Path(name).name != name or name in (CONFIG_FILE, WEIGHTS_FILE):
-                raise ValueError(f"{name!r} is not a free file name inside a drafter folder")
-            atomic_write_text(fresh / name, text)
+    write_folder(folder, config, stored, texts)
 
 
 def load_drafter(
@@ -109,16 +113,20 @@ def load_drafter(
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; a drafter folder was expected")
     config = read_config(folder)
-    read_calibration(folder, config)
+    calibration = read_calibration(folder, config)
     if target is not None:
         _check_target(folder / CONFIG_FILE, config, target)
     with torch.device("meta"):
         drafter = DSparkDrafter(config)
-    expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
-    tensors = _read_tensors(folder, expected, config)
+    tensors = _read_tensors(folder, drafter)
     drafter.load_state_dict(
-        {name: tensor.to(device, dtype) for name, tensor in tensors.items()}, assign=True
+        {
+            name: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+            for name, tensor in tensors.items()
+        },
+        assign=True,
     )
+    drafter.calibration = calibration
     return drafter
 
 
@@ -128,15 +136,10 @@ def read_config(folder: Path | str) -> DraftConfig:
     Raises:
         UserError: Missing file, missing or contradictory key, or a value that is not supported.
     """
-    path = Path(folder) / CONFIG_FILE
-    _check_inside(Path(folder), path)
-    raw = read_json(path)
-    if not isinstance(raw, dict):
-        raise UserError(f"{path}: a JSON object was expected")
     try:
-        return config_from_dict(raw)
+        return config_from_dict(read_object(Path(folder)))
     except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{Path(folder) / CONFIG_FILE}: {error}") from None
 
 
 def read_calibration(folder: Path | str, config: DraftConfig) -> Calibration | None:
@@ -148,7 +151,7 @@ def read_calibration(folder: Path | str, config: DraftConfig) -> Calibration | N
     path = Path(folder) / CALIBRATION_FILE
     if not path.exists():
         return None
-    _check_inside(Path(folder), path)
+    check_inside(Path(folder), path)
     try:
         return calibration_from_dict(read_json(path), config.block_size)
     except ValueError as error:
@@ -173,94 +176,47 @@ def _check_target(path: Path, config: DraftConfig, target: Target) -> None:
         )
 
 
-def _read_tensors(
-    folder: Path, expected: Mapping[str, tuple[int, ...]], config: DraftConfig
-) -> dict[str, Tensor]:
-    """All expected tensors, and no others; copies of target tensors are checked and skipped."""
-    copies = dict.fromkeys(COPY_NAMES, (config.vocab_size, config.hidden_size))
-    tensors: dict[str, Tensor] = {}
-    unexpected: list[str] = []
-    for path in _weight_files(folder):
-        try:
-            _read_file(path, expected, copies, tensors, unexpected)
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{path}: not a readable safetensors file: {error}") from None
-    missing = [name for name in expected if name not in tensors]
-    if missing or unexpected:
-        problems = [
-            f"{kind} tensors: {', '.join(names)}"
-            for kind, names in (("missing", missing), ("unexpected", unexpected))
-            if names
+def _read_tensors(folder: Path, drafter: DSparkDrafter) -> dict[str, Tensor]:
+    """All tensors of the drafter, and no others; copies of target tensors are checked, not read."""
+    stored, expected = TensorFolder(folder), drafter.state_dict()
+    copy = (drafter.config.vocab_size, drafter.config.hidden_size)
+    allowed = {
+        **dict.fromkeys(COPY_NAMES, copy),
+        **{name: tuple(tensor.shape) for name, tensor in expected.items()},
+    }
+    problems = {
+        "missing": [name for name in expected if name not in stored.entries],
+        "unexpected": [name for name in stored.entries if name not in allowed],
+    }
+    if any(problems.values()):
+        listed = [
+            f"{kind} tensors: {', '.join(names)}" for kind, names in problems.items() if names
         ]
-        raise UserError(f"{folder}: {'; '.join(problems)}")
+        raise UserError(f"{folder}: {'; '.join(listed)}")
+    for name, entry in stored.entries.items():
+        if entry.shape != allowed[name]:
+            raise UserError(
+                f"{entry.path}: {name} has shape {entry.shape}, expected {allowed[name]}"
+            )
+        wanted = expected[name].dtype if name in expected else torch.float32
+        check_dtype(entry.path, name, entry.dtype, wanted)
+    tensors = stored.read(expected)
+    if OFFSETS in tensors:
+        check_vocabulary(folder, tensors)
     return tensors
 
 
-def _read_file(
-    path: Path,
-    expected: Mapping[str, tuple[int, ...]],
-    copies: Mapping[str, tuple[int, ...]],
-    tensors: dict[str, Tensor],
-    unexpected: list[str],
-) -> None:
-    """Add the file's expected tensors to `tensors`, and the names nobody asked for to the list."""
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            shape = tuple(file.get_slice(name).get_shape())
-            wanted = expected.get(name, copies.get(name))
-            if wanted is None:
-                unexpected.append(name)
-            elif shape != wanted:
-                raise UserError(f"{path}: {name} has shape {shape}, expected {wanted}")
-            elif name in expected:
-                tensors[name] = _floats(path, name, file.get_tensor(name))
+def check_dtype(path: Path, name: str, found: torch.dtype | str, wanted: torch.dtype) -> None:
+    """Refuses integers where floats belong, since a cast would load a quantised file as noise."""
+    floats = isinstance(found, torch.dtype) and found.is_floating_point
+    if floats != wanted.is_floating_point or (not floats and found != wanted):
+        kind = "floats were" if wanted.is_floating_point else f"{wanted} was"
+        raise UserError(f"{path}: {name} is stored as {found}, {kind} expected")
 
 
-def _floats(path: Path, name: str, tensor: Tensor) -> Tensor:
-    """The tensor; integers are refused, since a cast would load a quantised file as noise."""
-    if not tensor.is_floating_point():
-        raise UserError(f"{path}: {name} is stored as {tensor.dtype}, floats were expected")
-    return tensor
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the folder, none of which lies outside it."""
-    single, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
-    if single.exists() or not index.exists():
-        files = [single]
-    else:
-        _check_inside(folder, index)
-        raw = read_json(index)
-        weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(f"{index}: weight_map: an object of tensor -> file was expected")
-        for name in weight_map.values():
-            if not isinstance(name, str) or Path(name).name != name:
-                raise UserError(f"{index}: weight_map: {name!r} is not a file name in this folder")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-    for path in files:
-        if not path.exists():
-            _refuse_absent(folder, path)
-        _check_inside(folder, path)
-        if path.suffix != ".safetensors":
-            raise UserError(f"{path}: only .safetensors files are read")
-    return files
-
-
-def _refuse_absent(folder: Path, path: Path) -> None:
-    pickles = sorted(found.name for pattern in PICKLES for found in folder.glob(pattern))
-    if pickles:
-        raise UserError(
-            f"{folder / pickles[0]}: pickled weights can run code and are never opened; "
-            f"convert them to {path.name}"
-        )
-    raise UserError(f"{path}: no such file; the drafter's weights were expected")
-
-
-def _check_inside(folder: Path, path: Path) -> None:
-    """Refuses links that leave the folder, except into the blob store of a Hugging Face cache."""
-    home, real = folder.resolve(), path.resolve()
-    inside = home in real.parents
-    in_cache = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
-    if not (inside or in_cache):
-        raise UserError(f"{path}: links to {real}, outside the drafter folder")
+def check_vocabulary(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Refuses maps of a reduced vocabulary that are none, or contradict each other."""
+    try:
+        check_maps(tensors[OFFSETS], tensors[MEMBERS])
+    except ValueError as error:
+        raise UserError(f"{folder}: {error}") from None

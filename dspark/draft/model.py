@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dspark.draft.attention import RMSNorm
 from dspark.draft.backbone import build_backbone, build_layers
+from dspark.draft.calibration import Calibration
 from dspark.draft.config import DraftConfig
 from dspark.draft.context import DraftContext
 from dspark.draft.heads import ConfidenceHead, sequential_head
@@ -38,6 +39,8 @@ class DSparkDrafter(nn.Module):
         markov_head: Sequential head.
         confidence_head: None when the config leaves it out, so that nothing is trained unused.
         backbone: Runs `layers`; holds no weights.
+        calibration: What its confidence is worth, once measured. It belongs to these weights: who
+            changes them sets it to None.
     """
 
     def __init__(self, config: DraftConfig) -> None:
@@ -53,6 +56,7 @@ class DSparkDrafter(nn.Module):
         if config.enable_confidence_head:
             self.confidence_head = ConfidenceHead(width, config.confidence_inputs - width)
         self.backbone = build_backbone(config, self.layers)
+        self.calibration: Calibration | None = None
         self.apply(_initialise)
 
     @property

@@ -1,16 +1,18 @@
 """One draft pass: the whole trained block in one go, then the sequential head, left to right.
 
     h_1..h_G = backbone([anchor, mask, ..., mask], context)       always the trained block size
-    l_k      = target.logits(h_k) + markov_bias(x_{k-1})          x_0 = anchor
+    l_k      = LM head(h_k) + bias(code of x_0..x_{k-1})          x_0 = anchor
     x_k ~ q_k = to_probs(l_k)                                     argmax at temperature 0
-    c_k      = sigmoid(confidence(h_k, markov_embed(x_{k-1})))    what is known before x_k
+    c_k      = sigmoid(confidence(h_k, markov_embed(x_{k-1})) / T_k)    known before x_k
 
 A shorter draft length cuts after the block has run: the backbone was trained at one width and a
 narrower block is a different function. Only the walk over slots is sequential; it holds as few
 operations as the formula allows, because at batch 1 their launch is what a draft costs.
-(DSpark paper, sections on the sequential and the confidence head.)
+Logits and draws are over the draft vocabulary, everything before and after them over the target's
+ids: the head of a reduced vocabulary translates each token as soon as it is drawn, since the next
+slot is conditioned on it. (DSpark paper, sections on the sequential and the confidence head.)
 
-Letters: B batch, G block slots, g draft length, V vocab.
+Letters: B batch, G block slots, g draft length, V vocabulary of the target, V' of the drafter.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ import torch
 from torch import Tensor
 
 from dspark.draft.anchors import block_inputs
+from dspark.draft.calibration import Calibration
 from dspark.errors import UserError
+from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.records import Proposal
 from dspark.runtime.sampling import (
     Generators,
@@ -32,7 +36,6 @@ from dspark.runtime.sampling import (
     to_probs,
     uniform,
 )
-from dspark.runtime.target import Target
 from dspark.taps import TapSet
 
 
@@ -60,7 +63,7 @@ class SequentialHead(Protocol):
         ...
 
     def bias(self, code: Tensor) -> Tensor:
-        """[..., R] -> [..., V'], V' at least the target's vocabulary."""
+        """[..., R] -> [..., V'], or wider by rows that pad the table."""
         ...
 
     def embed(self, prev: Tensor) -> Tensor:
@@ -69,13 +72,23 @@ class SequentialHead(Protocol):
 
 
 class Drafter(Protocol):
-    """A block drafter, as far as the runtime knows one. Contexts are opaque here."""
+    """A block drafter, as far as the runtime knows one. Contexts are opaque here.
+
+    calibration  temperatures T_k of the confidence; None: its raw sigmoid is reported
+    """
+
+    calibration: Calibration | None
 
     @property
     def config(self) -> BlockConfig: ...
 
     @property
     def taps(self) -> TapSet: ...
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """Target ids [V'] int64 of a reduced draft vocabulary, ascending; None: all of them."""
+        ...
 
     @property
     def markov_head(self) -> SequentialHead: ...
@@ -109,48 +122,62 @@ def check_draft_length(drafter: Drafter, draft_length: int) -> None:
 @torch.no_grad()
 def propose(
     drafter: Drafter,
-    target: Target,
+    head: DraftHead,
     context: Any,
     anchor: Tensor,
     draft_length: int,
     sampling: SamplingParams,
     generator: Generators,
 ) -> Proposal:
-    """Propose `draft_length` tokens after `anchor` [B] int64, each below `target.vocab_size`.
+    """Propose `draft_length` tokens after `anchor` [B] int64, each an id of the target.
 
-    `context` holds the taps of every committed token before the anchor. Raises UserError for a
-    draft length outside 1..block_size and BadLogits if the drafter's logits are not finite.
+    `head` belongs to `drafter` and its target; `context` holds the taps of every committed token
+    before the anchor. Raises UserError for a draft length outside 1..block_size and BadLogits if
+    the drafter's logits are not finite.
     """
     check_draft_length(drafter, draft_length)
     block = block_inputs(anchor, drafter.config.block_size, drafter.config.mask_token_id)
-    hidden = drafter.block_hidden(target.embed(block), context)[:, :draft_length]
-    logits = target.logits(hidden.to(target.dtype))
+    hidden = drafter.block_hidden(head.embed(block), context)[:, :draft_length]
+    logits = head.logits(hidden)
     if sampling.greedy:
-        tokens, probs = _walk_greedy(drafter.markov_head, logits, hidden, anchor), None
+        tokens, probs = _walk_greedy(drafter.markov_head, head, logits, hidden, anchor), None
     else:
         u = uniform((anchor.shape[0], draft_length), generator, anchor.device)
-        tokens, probs = _walk_sampled(drafter.markov_head, logits, hidden, anchor, sampling, u)
+        walk = _walk_sampled(drafter.markov_head, head, logits, hidden, anchor, sampling, u)
+        tokens, probs = walk
     confidence = None
     if drafter.confidence_head is not None:
         before = torch.cat((anchor.unsqueeze(1), tokens[:, :-1]), dim=1)
         scores = drafter.confidence_head(hidden, drafter.markov_head.embed(before))
-        confidence = torch.sigmoid(scores.float())
+        confidence = _confidence(drafter.calibration, scores, sampling)
     return Proposal(tokens, probs, confidence, _entropy(logits))
 
 
-def _walk_greedy(head: SequentialHead, logits: Tensor, hidden: Tensor, anchor: Tensor) -> Tensor:
-    """Adds the biases to `logits` [B, g, V] in place; returns the argmax walk [B, g]."""
-    tokens, prev, state = [], anchor, head.start(anchor.shape[0])
+def _confidence(
+    calibration: Calibration | None, scores: Tensor, sampling: SamplingParams
+) -> Tensor:
+    """Head logits [B, g] -> [B, g]. They never depend on `sampling`, what they mean does."""
+    if calibration is None:
+        return torch.sigmoid(scores.float())
+    return calibration.confidence(scores, sampling)
+
+
+def _walk_greedy(
+    sequential: SequentialHead, head: DraftHead, logits: Tensor, hidden: Tensor, anchor: Tensor
+) -> Tensor:
+    """Adds the biases to `logits` [B, g, V'] in place; returns the argmax walk [B, g]."""
+    tokens, prev, state = [], anchor, sequential.start(anchor.shape[0])
     for row, slot in zip(logits.unbind(1), hidden.unbind(1), strict=True):
-        code, state = head.step(prev, slot, state)
-        prev = _add_bias(row, head, code).argmax(dim=-1)
+        code, state = sequential.step(prev, slot, state)
+        prev = head.tokens(_add_bias(row, sequential, code).argmax(dim=-1))
         tokens.append(prev)
     check_logits(logits, "drafter")
     return torch.stack(tokens, dim=1)
 
 
 def _walk_sampled(
-    head: SequentialHead,
+    sequential: SequentialHead,
+    head: DraftHead,
     logits: Tensor,
     hidden: Tensor,
     anchor: Tensor,
@@ -158,20 +185,20 @@ def _walk_sampled(
     u: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """As `_walk_greedy`, drawing with uniforms `u` [B, g]; also the q [B, g, V] drawn from."""
-    tokens, probs, prev, state = [], [], anchor, head.start(anchor.shape[0])
+    tokens, probs, prev, state = [], [], anchor, sequential.start(anchor.shape[0])
     for k, (row, slot) in enumerate(zip(logits.unbind(1), hidden.unbind(1), strict=True)):
-        code, state = head.step(prev, slot, state)
+        code, state = sequential.step(prev, slot, state)
         # Checked once for all slots below: a bad row draws some id in range until then.
-        q = to_probs(_add_bias(row, head, code), sampling, check=False)
-        prev = draw_at(q, u[:, k])
+        q = to_probs(_add_bias(row, sequential, code), sampling, check=False)
+        prev = head.tokens(draw_at(q, u[:, k]))
         tokens.append(prev)
         probs.append(q)
     check_logits(logits, "drafter")
-    return torch.stack(tokens, dim=1), torch.stack(probs, dim=1)
+    return torch.stack(tokens, dim=1), head.spread(torch.stack(probs, dim=1))
 
 
-def _add_bias(row: Tensor, head: SequentialHead, code: Tensor) -> Tensor:
-    bias = head.bias(code)
+def _add_bias(row: Tensor, sequential: SequentialHead, code: Tensor) -> Tensor:
+    bias = sequential.bias(code)
     # A table padded past the logical vocabulary must not lend probability to its padding.
     return row.add_(bias if bias.shape[-1] == row.shape[-1] else bias[..., : row.shape[-1]])
 
