@@ -19,22 +19,31 @@ from typing import Any
 from dspark.errors import UserError
 
 
-def atomic_write_text(path: Path | str, text: str) -> None:
-    """Replace `path` by `text` (UTF-8) in one step; missing parent folders are made."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+@contextmanager
+def atomic_file(final: Path | str) -> Iterator[Path]:
+    """Yield a fresh sibling file that replaces `final` if the body succeeds, else is removed.
+
+    Missing parent folders are made. A kill leaves the old `final` and a `.NAME.xxxx.tmp` at most.
+    """
+    final = Path(final)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=".tmp", dir=final.parent)
+    os.close(handle)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
+        yield Path(name)
+        _sync(Path(name), os.O_RDONLY)
         os.chmod(name, 0o666 & ~_umask())  # mkstemp makes private files; ours are ordinary ones
-        os.replace(name, path)
+        os.replace(name, final)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    _sync_folder(final.parent)
+
+
+def atomic_write_text(path: Path | str, text: str) -> None:
+    """Replace `path` by `text` (UTF-8) in one step; missing parent folders are made."""
+    with atomic_file(path) as fresh:
+        fresh.write_text(text, encoding="utf-8", newline="\n")
 
 
 def atomic_write_json(path: Path | str, obj: Any) -> None:

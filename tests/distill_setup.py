@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dspark.distill.chat import TrainingRow
 from dspark.distill.config import DistillConfig, load_config
-from dspark.distill.loop import train
+from dspark.distill.loop import find_checkpoint, train
 from dspark.distill.processes import Processes
 from dspark.distill.settings import TrainSettings
 from dspark.distill.state import Progress
@@ -98,7 +98,14 @@ def run(
         made.run_step = watched  # type: ignore[method-assign]
     text = io.StringIO()
     console = Console(file=text, width=400)
-    progress = train(made, settings, rows_digest=rows_digest, evaluate=dict, console=console)
+    progress = train(
+        made,
+        settings,
+        rows_digest=rows_digest,
+        evaluate=dict,
+        checkpoint=find_checkpoint(settings, processes, console),
+        console=console,
+    )
     return made, progress, text.getvalue()
 
 

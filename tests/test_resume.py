@@ -181,7 +181,7 @@ def test_past_a_million_steps_the_newest_is_the_last_and_not_the_first_by_text(
     made, root = trainer(), tmp_path / "checkpoints"
     for step in (999_998, 999_999, 1_000_000, 1_000_001):
         save_checkpoint(
-            root, made.drafter, made.optimiser, Progress(step),
+            root, made.drafter, made.optimiser.state_tensors(), Progress(step),
             settings={}, rows_digest="toy", world_size=1, keep=2,
         )  # fmt: skip
     assert checkpoints(tmp_path) == ["step-1000000", "step-1000001"]

@@ -20,14 +20,14 @@ import torch
 from rich.console import Console
 
 from dspark.distill.batches import derived_generator, derived_seed
-from dspark.distill.chat import TrainingRow
+from dspark.distill.chat import ChatFormat, TrainingRow, chat_formats
+from dspark.distill.disk import writing
 from dspark.distill.processes import Processes
 from dspark.distill.progress import Reporter
 from dspark.distill.prompts import PromptRow
 from dspark.distill.responses import Progress, ResponseSettings, build_rows, cache_key
 from dspark.distill.rows import RowSet, rows_from_jsonl, rows_to_jsonl
 from dspark.distill.settings import DataSettings
-from dspark.distill.state import explain_full_disk
 from dspark.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 PART = 256
 """Prompts answered between two files."""
-
-_HASHED_WHOLE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,14 @@ def response_settings(data: DataSettings, seed: int) -> ResponseSettings:
         batch_size=data.batch_size,
         responses=data.responses,
         thinking=data.thinking,
+        template=data.template,
+        strict=data.strict,
     )
+
+
+def first_format(data: DataSettings, tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
+    """How prompts are asked; without thinking, if they are asked both ways."""
+    return chat_formats(tokenizer, data.thinking, data.template)[0]
 
 
 def choose_prompts(rows: Sequence[PromptRow], count: int | None) -> list[PromptRow]:
@@ -94,28 +99,45 @@ def answer_prompts(
         jobs.append((path, share, own, cache_key(target_digest, tokenizer, share, own)))
     mine = jobs[processes.rank :: processes.world]
     total = sum(len(share) for _, share, _, _ in mine)
-    with Reporter("answering", total, enabled=processes.is_main, console=console) as reporter:
+    bar = Reporter("answering", total, enabled=processes.is_main, console=console)
+    with processes.together(), bar as reporter:
         for path, share, own, key in mine:
             if path.exists():
                 reporter.advance(by=len(share))
                 continue
             rows = build_rows(target, tokenizer, share, own, _advance(reporter))
-            with explain_full_disk(path):
+            with writing(path):
                 rows_to_jsonl(path, rows, key)
-    processes.wait()
     return _merge([rows_from_jsonl(path, key) for path, _, _, key in jobs])
 
 
 def hold_out(rows: RowSet, count: int, seed: int) -> RunRows:
-    """Set `count` rows aside, chosen by the seed. Raises UserError if none would be left."""
+    """Set `count` rows aside, chosen by the seed; a prompt's rows stay together.
+
+    Rows are the same prompt's if they come from one line (both ways of thinking, several turns) or
+    if the target was shown the same ids: what is held out has never been trained on, even if a
+    question stands in the files twice. Where prompts have several rows, `count` is an upper bound.
+
+    Raises UserError if no row would be left to train on.
+    """
     total = len(rows.rows)
     if count >= total:
         raise UserError(
             f"data.held_out is {count}, but only {total} rows are left; give more prompts or hold "
             "out fewer"
         )
+    groups = _groups(rows.rows)
     order = torch.randperm(total, generator=derived_generator(seed, "held out")).tolist()
-    aside = set(order[:count])
+    aside: set[int] = set()
+    for place in order:
+        group = groups[place]
+        if place not in aside and len(aside) + len(group) <= count:
+            aside.update(group)
+    if count and not aside:
+        raise UserError(
+            f"data.held_out is {count}, but every prompt has more rows than that; hold out more, "
+            "or give prompts that differ"
+        )
     digest = hashlib.sha256()
     for row in rows.rows:
         digest.update(repr((row.ids, row.loss_mask)).encode())
@@ -126,17 +148,39 @@ def hold_out(rows: RowSet, count: int, seed: int) -> RunRows:
     )
 
 
-def folder_digest(folder: Path) -> str:
-    """SHA-256 that names a checkpoint's weights.
+def _groups(rows: Sequence[TrainingRow]) -> list[list[int]]:
+    """For every row, the places of all rows that belong to its prompt, itself included."""
+    parent = list(range(len(rows)))
 
-    Small checkpoints are hashed whole. Of larger files only the first 64 MiB are read, which holds
-    the safetensors header and the first tensors: enough to tell two models apart.
+    def root(place: int) -> int:
+        while parent[place] != place:
+            parent[place] = place = parent[parent[place]]
+        return place
+
+    first: dict[object, int] = {}
+    for place, row in enumerate(rows):
+        shown = row.ids[: row.loss_mask.index(True)] if any(row.loss_mask) else row.ids
+        keys: list[object] = [shown, *([(row.file, row.line)] if row.file else [])]
+        for key in keys:
+            parent[root(place)] = root(first.setdefault(key, place))
+    members: dict[int, list[int]] = {}
+    for place in range(len(rows)):
+        members.setdefault(root(place), []).append(place)
+    return [members[root(place)] for place in range(len(rows))]
+
+
+def folder_digest(folder: Path) -> str:
+    """SHA-256 that names a checkpoint's weights, read to the last byte.
+
+    A fine-tuned copy may differ in its last layers only, and answers and states of the one would be
+    wrong for the other. It takes as long as loading the checkpoint does.
     """
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
         with path.open("rb") as stream:
-            digest.update(stream.read(_HASHED_WHOLE))
+            while block := stream.read(1 << 20):
+                digest.update(block)
     return digest.hexdigest()
 
 
@@ -158,4 +202,4 @@ def _merge(parts: Sequence[RowSet]) -> RowSet:
         for reason, places in part.dropped.items():
             dropped[reason] = (*dropped.get(reason, ()), *places)
     rows = tuple(row for part in parts for row in part.rows)
-    return RowSet(rows, dropped, sum(part.ended for part in parts))
+    return RowSet(rows, dropped, sum(part.ended for part in parts), sum(part.cut for part in parts))

@@ -19,13 +19,14 @@ from typing import Any
 from rich.console import Console
 
 from dspark.distill.config import DistillConfig
+from dspark.distill.disk import clear_leftovers
 from dspark.distill.objective import objective, report
+from dspark.distill.processes import Processes
 from dspark.distill.progress import Reporter
 from dspark.distill.state import (
     Checkpoint,
     Progress,
     check_same_settings,
-    clear_leftovers,
     newest_checkpoint,
     restore_checkpoint,
     save_checkpoint,
@@ -37,8 +38,11 @@ Evaluate = Callable[[], dict[str, Any]]
 """Fields to add to a record: `held_out`, `decoded`, and `warning` if there is one."""
 
 CHECKPOINTS = "checkpoints"
-FREE_SECTIONS = ("out", "eval")
-"""Sections that may change between a run and its continuation: they do not touch the weights."""
+FREE_SETTINGS = ("out", "eval", "cache.dir", "cache.max_gib", "train.sharded")
+"""What may change between a run and its continuation: sections and keys that leave the same steps.
+
+The weights are the same then, to the bit; up to rounding where gradients are shared out otherwise.
+"""
 
 _STEPS_BEFORE_ESTIMATE = 5
 
@@ -88,18 +92,21 @@ class _Loop:
         if self.saved == self.progress.step:
             return
         self.saved = self.progress.step
-        if self.trainer.processes.is_main:
+        processes = self.trainer.processes
+        moments = self.trainer.optimiser.state_tensors()  # from all processes, if they share them
+        with processes.together():
+            if not processes.is_main:
+                return
             save_checkpoint(
                 Path(self.config.out.dir) / CHECKPOINTS,
                 self.trainer.drafter,
-                self.trainer.optimiser,
+                moments,
                 self.progress,
                 settings=self.config.to_dict(),
                 rows_digest=self.rows_digest,
-                world_size=self.trainer.processes.world,
+                world_size=processes.world,
                 keep=self.config.out.keep,
             )
-        self.trainer.processes.wait()
 
     def _due(self, every: int) -> bool:
         return self.progress.step % every == 0 or self.progress.step == self.total
@@ -134,16 +141,21 @@ def train(
     *,
     rows_digest: str,
     evaluate: Evaluate,
+    checkpoint: Checkpoint | None,
     console: Console,
 ) -> Progress:
-    """Run all steps, from the newest complete checkpoint if the run folder has one.
+    """Run all steps, or those after `checkpoint` (see `find_checkpoint`).
 
-    Raises UserError (other settings or rows than the checkpoint's, full disk, NonFinite) and
+    Raises UserError (other rows than the checkpoint's, full disk, NonFinite) and
     KeyboardInterrupt, the latter with everything saved.
     """
-    progress = _restore(trainer, config, rows_digest, console)
+    progress = Progress()
+    if checkpoint is not None:
+        _check_same_rows(checkpoint, rows_digest)
+        progress = restore_checkpoint(checkpoint, trainer.drafter, trainer.optimiser)
+        _say(console, f"continuing after step {progress.step}")
     total = trainer.schedule.total_steps
-    console.print(_plan(trainer), highlight=False, markup=False, soft_wrap=True)
+    _say(console, _plan(trainer))
     with (
         Reporter("distilling", total, done=progress.step, console=console) as reporter,
         _stop_on_signal(trainer, reporter),
@@ -160,33 +172,39 @@ def train(
     return progress
 
 
-def _restore(
-    trainer: Trainer, config: DistillConfig, rows_digest: str, console: Console
-) -> Progress:
+def find_checkpoint(
+    config: DistillConfig, processes: Processes, console: Console
+) -> Checkpoint | None:
+    """The newest complete checkpoint of the run folder, if there is one.
+
+    Raises UserError if it was made with other settings.
+    """
     root = Path(config.out.dir) / CHECKPOINTS
-    processes = trainer.processes
     if processes.is_main:
         clear_leftovers(root)
     processes.wait()
 
     def warn(text: str) -> None:
-        console.print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
+        _say(console, f"warning: {text}")
 
     checkpoint = newest_checkpoint(root, warn)
     if checkpoint is None:
-        return Progress()
+        return None
     check_same_settings(
-        checkpoint.folder, checkpoint.trainer["settings"], config.to_dict(), FREE_SECTIONS
+        checkpoint.folder, checkpoint.trainer["settings"], config.to_dict(), FREE_SETTINGS
     )
-    _check_same_rows(checkpoint, rows_digest)
-    if checkpoint.trainer["world_size"] != processes.world:
+    before = checkpoint.trainer["world_size"], checkpoint.trainer["settings"]["train"]["sharded"]
+    if before != (processes.world, config.train.sharded):
         warn(
-            f"{checkpoint.folder}: saved by {checkpoint.trainer['world_size']} processes, now "
-            f"{processes.world}: the same rows and anchors, weights equal up to rounding"
+            f"{checkpoint.folder}: saved by {_way(*before)}, now "
+            f"{_way(processes.world, config.train.sharded)}: the same rows and anchors, weights "
+            "equal up to rounding"
         )
-    progress = restore_checkpoint(checkpoint, trainer.drafter, trainer.optimiser)
-    console.print(f"continuing after step {progress.step}", highlight=False, markup=False)
-    return progress
+    return checkpoint
+
+
+def _way(world: int, sharded: bool) -> str:
+    return f"{world} processes" + (", sharded" if sharded else "")
 
 
 def _check_same_rows(checkpoint: Checkpoint, rows_digest: str) -> None:
@@ -217,6 +235,10 @@ def _stop_on_signal(trainer: Trainer, reporter: Reporter) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _plan(trainer: Trainer) -> str:

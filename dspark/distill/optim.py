@@ -11,6 +11,7 @@ is one all-reduce of the buffer and one division, and does not depend on how row
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,21 +33,28 @@ def learning_rate(step: int, total: int, settings: TrainSettings) -> float:
     return settings.lr * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
 
 
+def master_weights(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Name and parameter of everything that trains.
+
+    Raises TypeError for parameters in any other dtype than float32: just below 1.0 a bfloat16
+    weight cannot move by less than 0.004, and norm weights would silently stay as they were.
+    """
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    for name, parameter in named:
+        if parameter.dtype != torch.float32:
+            raise TypeError(f"{name} is {parameter.dtype}: master weights must be float32")
+    return named
+
+
 class FlatGradients:
     """One float32 buffer behind the gradients of all parameters of a module.
 
     Every parameter always has a gradient (zero if the loss does not reach it), so every process
     reduces the same buffer whatever its rows hold, and an unused head needs no graph search.
-
-    Raises TypeError for parameters in any other dtype: just below 1.0 a bfloat16 weight cannot move
-    by less than 0.004, and norm weights would silently stay at their initial value.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        for name, parameter in self.named:
-            if parameter.dtype != torch.float32:
-                raise TypeError(f"{name} is {parameter.dtype}: master weights must be float32")
+        self.named = master_weights(module)
         size = sum(p.numel() for _, p in self.named)
         self.buffer = torch.zeros(size, dtype=torch.float32, device=self.named[0][1].device)
         self._attach()
@@ -117,21 +125,28 @@ class Optimiser:
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Restore what `state_tensors` gave. Raises KeyError or ValueError if it does not fit."""
-        expected = {
-            f"{name}.{key}": torch.Size([]) if key == "step" else p.shape
-            for name, p in self.gradients.named
-            for key in ("step", "exp_avg", "exp_avg_sq")
-        }
         if not tensors:  # saved before the first update
             return
-        if tensors.keys() != expected.keys():
-            odd = sorted(tensors.keys() ^ expected.keys())
-            raise KeyError(f"optimiser state does not fit the drafter: {', '.join(odd[:5])}")
-        for name, shape in expected.items():
-            if tensors[name].shape != shape or tensors[name].dtype != torch.float32:
-                raise ValueError(f"optimiser state {name}: expected float32 {tuple(shape)}")
+        check_moments(tensors, self.gradients.named)
         for name, parameter in self.gradients.named:
             self._adamw.state[parameter] = {
                 key: tensors[f"{name}.{key}"].to(parameter.device if key != "step" else "cpu")
                 for key in ("step", "exp_avg", "exp_avg_sq")
             }
+
+
+def check_moments(
+    tensors: Mapping[str, Tensor], named: Sequence[tuple[str, nn.Parameter]]
+) -> None:
+    """Raise KeyError or ValueError unless `tensors` are AdamW's state of these parameters."""
+    expected = {
+        f"{name}.{key}": torch.Size([]) if key == "step" else p.shape
+        for name, p in named
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    if tensors.keys() != expected.keys():
+        odd = sorted(tensors.keys() ^ expected.keys())
+        raise KeyError(f"optimiser state does not fit the drafter: {', '.join(odd[:5])}")
+    for name, shape in expected.items():
+        if tensors[name].shape != shape or tensors[name].dtype != torch.float32:
+            raise ValueError(f"optimiser state {name}: expected float32 {tuple(shape)}")

@@ -1,4 +1,4 @@
-"""The processes of a data-parallel run, and the three things they tell each other.
+"""The processes of a data-parallel run, and the few things they tell each other.
 
 One process needs no library. Started by `torchrun` or `accelerate launch`, accelerate sets up the
 group (gloo on CPU, nccl on GPU) and this file is the only one that knows.
@@ -7,6 +7,8 @@ group (gloo on CPU, nccl on GPU) and this file is the only one that knows.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dspark.devices import find_device
+from dspark.errors import UserError
 
 _PATIENCE = timedelta(hours=6)  # answers to prompts are shared out and take unequal time
 
@@ -69,6 +72,46 @@ class Processes:
             gathered = [None] * self.world
             dist.all_gather_object(gathered, text)
         return [entry for entry in gathered if entry is not None]
+
+    def from_main(self, text: str) -> str:
+        """The text of process 0, everywhere."""
+        if self.world == 1:
+            return text
+        shared = [text]
+        dist.broadcast_object_list(shared, src=0)
+        return shared[0]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Wait for every process at the end; a UserError of one inside is raised on all.
+
+        Without it, a full disk on one of them would leave the others waiting for it.
+        """
+        own: UserError | None = None
+        try:
+            yield
+        except UserError as error:
+            own = error
+        faults = self.texts(None if own is None else str(own))
+        if own is not None:
+            raise own
+        if faults:
+            raise UserError("; ".join(dict.fromkeys(faults)))
+
+    def scatter_sum(self, whole: Tensor) -> Tensor:
+        """This process's part (of `world` equal ones) of the sum of a vector over processes."""
+        if self.world == 1:
+            return whole
+        part = whole.new_empty(len(whole) // self.world)
+        dist.reduce_scatter_tensor(part, whole)
+        return part
+
+    def gather_parts(self, whole: Tensor) -> None:
+        """Fill a vector from the part of it that each process holds, in place."""
+        if self.world > 1:
+            size = len(whole) // self.world
+            part = whole[self.rank * size : (self.rank + 1) * size].clone()
+            dist.all_gather_into_tensor(whole, part)
 
     def same_weights(self, module: nn.Module) -> None:
         """Give every process the weights of process 0."""

@@ -1,8 +1,8 @@
 """`dspark distill`: from a configuration to a drafter folder.
 
     target + prompts -> rows (answers.py) -> steps (trainer.py) -> evaluation (evaluate.py)
-                                                               -> checkpoints (state.py)
-    OUT/run.yaml  rows/  checkpoints/          while it runs
+                        states (cache.py)                       -> checkpoints (state.py)
+    OUT/run.yaml  rows/  states/  checkpoints/   while it runs
     OUT/config.json  model.safetensors  calibration.json             when it is done
         training.json  README.md
 
@@ -15,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,21 +28,26 @@ from dspark.distill.answers import (
     RunRows,
     answer_prompts,
     choose_prompts,
+    first_format,
     folder_digest,
     hold_out,
     response_settings,
 )
+from dspark.distill.cache_build import cached_features
 from dspark.distill.card import Provenance, model_card
-from dspark.distill.chat import ChatFormat
 from dspark.distill.config import DistillConfig, load_config
+from dspark.distill.disk import clear_leftovers, writing
 from dspark.distill.evaluate import decode_held_out, decoding_prompts, disagreement
-from dspark.distill.fingerprint import tokenizer_fingerprint
+from dspark.distill.fingerprint import tokenizer_files, tokenizer_fingerprint
 from dspark.distill.fresh import new_drafter
-from dspark.distill.loop import CHECKPOINTS, FREE_SECTIONS, Evaluate, train
+from dspark.distill.lock import locked
+from dspark.distill.loop import CHECKPOINTS, FREE_SETTINGS, Evaluate, find_checkpoint, train
 from dspark.distill.processes import Processes
 from dspark.distill.prompts import read_prompts
-from dspark.distill.state import Progress, check_same_settings, explain_full_disk
+from dspark.distill.state import MODEL, Progress, check_same_settings
+from dspark.distill.taps import FeatureSource
 from dspark.distill.trainer import Trainer
+from dspark.distill.warm import warm_start
 from dspark.draft.calibration import CALIBRATION_FILE, measured
 from dspark.draft.checkpoint import CONFIG_FILE, WEIGHTS_FILE, save_drafter
 from dspark.draft.model import DSparkDrafter
@@ -52,7 +58,7 @@ from dspark.runtime.k3_target import LoadedTarget, load_target
 if TYPE_CHECKING:
     from dspark.runtime.target import Target
 
-RUN_FILE = "run.yaml"
+RUN_FILE, ROWS, STATES = "run.yaml", "rows", "states"
 SHIPPED_PROMPTS = "prompts/train.jsonl"
 
 
@@ -61,53 +67,103 @@ def run_distill(
 ) -> Path:
     """Train a drafter; returns its folder.
 
-    Raises UserError for wrong input, a folder that holds another run, a full disk or a training
-    that turned non-finite; KeyboardInterrupt after saving a resumable state.
+    Raises UserError for wrong input, a folder that holds another run or is in use by one, a full
+    disk or a training that turned non-finite; KeyboardInterrupt after saving a resumable state.
     """
     console = console or Console(stderr=True)
     processes = Processes.start(config.target.device)
     if not processes.is_main:
         console = Console(quiet=True)
     out = Path(config.out.dir)
-    _check_folder(out, config, resume)
+    _check_writable(out)
+    with ExitStack() as stack:
+        with processes.together():
+            if processes.is_main:
+                stack.enter_context(locked(out, "wait for it to end, or choose another --out"))
+                _check_folder(out, config, resume)
+                for folder in (out, out / ROWS):
+                    clear_leftovers(folder)
+        return _run(config, processes, console)
+
+
+def _run(config: DistillConfig, processes: Processes, console: Console) -> Path:
+    """The run itself, in a folder that is ours."""
+    out = Path(config.out.dir)
+    checkpoint = find_checkpoint(config, processes, console)
     dtype = getattr(torch, config.target.dtype)
     loaded = load_target(config.target.name, dtype=dtype, device=processes.device)
-    target_digest = folder_digest(loaded.path)
+    target_digest = processes.from_main(folder_digest(loaded.path) if processes.is_main else "")
     files = prompt_files(config)
     prompts = read_prompts(files, strict=config.data.strict)
     console.print(prompts.report.summary(), highlight=False, markup=False, soft_wrap=True)
     drafter = new_drafter(config, loaded.target, loaded.tokenizer).to(processes.device)
+    if config.drafter.init_from:  # only once: a run that goes on has a shape and weights of its own
+        start = checkpoint.folder / MODEL if checkpoint else Path(config.drafter.init_from)
+        drafter = warm_start(drafter, start, config.drafter, loaded.target)
     processes.same_weights(drafter)
-    if processes.is_main:  # everything the user wrote has been checked: from here on it is a run
-        with explain_full_disk(out):
+    with processes.together(), writing(out / RUN_FILE):
+        if processes.is_main:  # what the user wrote has been checked: from here on it is a run
             atomic_write_text(out / RUN_FILE, config.to_yaml())
     answered = answer_prompts(
-        out / "rows",
+        out / ROWS,
         loaded.target,
         loaded.tokenizer,
         choose_prompts(prompts.rows, config.data.max_prompts),
-        response_settings(config.data, config.train.seed),
+        response_settings(config.data, config.data_seed),
         target_digest=target_digest,
         processes=processes,
         console=console,
     )
     console.print(answered.summary(), highlight=False, markup=False, soft_wrap=True)
-    rows = hold_out(answered, config.data.held_out, config.train.seed)
+    rows = hold_out(answered, config.data.held_out, config.data_seed)
 
-    trainer = Trainer(loaded.target, drafter, rows.training, config.train, processes)
+    source = _cached(config, loaded, drafter, rows, target_digest, processes, console)
+    trainer = Trainer(loaded.target, drafter, rows.training, config.train, processes, source)
     progress = train(
         trainer,
         config,
         rows_digest=rows.digest,
         evaluate=evaluation(config, loaded.target, drafter, rows, trainer),
+        checkpoint=checkpoint,
         console=console,
     )
-    if processes.is_main:
-        provenance = _provenance(config, loaded, target_digest, files, rows, trainer, progress)
-        write_drafter_folder(out, drafter, progress.history, provenance)
-        console.print(f"drafter written to {out}", highlight=False, markup=False, soft_wrap=True)
-    processes.wait()
+    with processes.together():
+        if processes.is_main:
+            provenance = _provenance(config, loaded, target_digest, files, rows, trainer, progress)
+            template = first_format(config.data, loaded.tokenizer).template
+            kept = tokenizer_files(loaded.tokenizer, template)
+            write_drafter_folder(out, drafter, progress.history, provenance, kept)
+    console.print(f"drafter written to {out}", highlight=False, markup=False, soft_wrap=True)
     return out
+
+
+def _cached(
+    config: DistillConfig,
+    loaded: LoadedTarget,
+    drafter: DSparkDrafter,
+    rows: RunRows,
+    target_digest: str,
+    processes: Processes,
+    console: Console,
+) -> FeatureSource | None:
+    """Target states on disk, if the configuration wants them there."""
+    if config.cache.mode == "online":
+        return None
+    return cached_features(
+        Path(config.cache.dir or Path(config.out.dir) / STATES),
+        loaded.target,
+        drafter.taps,
+        [*rows.training, *rows.held_out],
+        config.cache,
+        {
+            "target": target_digest,
+            "tokenizer": tokenizer_fingerprint(loaded.tokenizer),
+            "template": first_format(config.data, loaded.tokenizer).fingerprint,
+            "max_length": config.data.max_length,
+        },
+        processes,
+        console,
+    )
 
 
 def _provenance(
@@ -123,7 +179,7 @@ def _provenance(
         target=config.target.name,
         target_digest=target_digest,
         tokenizer_hash=tokenizer_fingerprint(loaded.tokenizer),
-        template_hash=ChatFormat(loaded.tokenizer, thinking=config.data.thinking).fingerprint,
+        template_hash=first_format(config.data, loaded.tokenizer).fingerprint,
         prompt_files=[(path.name, _file_digest(path)) for path in files],
         rows_digest=rows.digest,
         training_rows=len(rows.training),
@@ -175,18 +231,23 @@ def evaluation(
 
 
 def write_drafter_folder(
-    out: Path, drafter: DSparkDrafter, history: Sequence[dict[str, Any]], provenance: Provenance
+    out: Path,
+    drafter: DSparkDrafter,
+    history: Sequence[dict[str, Any]],
+    provenance: Provenance,
+    tokenizer: Mapping[str, str],
 ) -> None:
     """Put the finished drafter into the run folder, `config.json` last: with it, all is there."""
     evaluated = [record["held_out"] for record in history if record.get("held_out")]
     drafter.calibration = measured(
         evaluated[-1] if evaluated else None, drafter.config, provenance.held_out_rows
     )
-    with explain_full_disk(out):
+    with writing(out):
         fresh = out / ".finished"
         texts = {
             "training.json": json_text(list(history)),
             "README.md": model_card(provenance, history),
+            **tokenizer,
         }
         save_drafter(fresh, drafter, texts=texts)
         for name in (*texts, CALIBRATION_FILE, WEIGHTS_FILE, CONFIG_FILE):
@@ -194,17 +255,20 @@ def write_drafter_folder(
         shutil.rmtree(fresh)
 
 
-def _check_folder(out: Path, config: DistillConfig, resume: bool) -> None:
-    """Refuse a folder that holds another run, or none to resume. Answers alone are no run."""
-    path = out / RUN_FILE
+def _check_writable(out: Path) -> None:
     existing = next(folder for folder in (out, *out.parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(f"{out}: {existing} is no folder that can be written; choose another --out")
+
+
+def _check_folder(out: Path, config: DistillConfig, resume: bool) -> None:
+    """Refuse a folder that holds another run, or none to resume. Answers alone are no run."""
+    path = out / RUN_FILE
     if resume:
         if not path.is_file():
             raise UserError(f"{path}: no run to resume here; start one without --resume")
         stored = load_config(path)
-        check_same_settings(path, stored.to_dict(), config.to_dict(), FREE_SECTIONS)
+        check_same_settings(path, stored.to_dict(), config.to_dict(), FREE_SETTINGS)
     elif any((out / CHECKPOINTS).glob("step-*")) or (out / "config.json").exists():
         raise UserError(
             f"{out}: a run lives here; continue it with --resume, or choose another --out"

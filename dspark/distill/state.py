@@ -14,29 +14,27 @@ order and anchors are pure functions of the seed.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from dspark.distill.disk import writing
 from dspark.distill.optim import Optimiser
+from dspark.distill.sharding import ShardedOptimiser
 from dspark.draft.checkpoint import load_drafter, save_drafter
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
-from dspark.files import atomic_folder, atomic_write_json, read_json, recover_folder
+from dspark.files import atomic_folder, atomic_write_json, read_json
 
 MODEL, OPTIMISER, TRAINER, MANIFEST = (
     "model", "optimizer.safetensors", "trainer.json", "manifest.json",
 )  # fmt: skip
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, over quota, over the size limit
 
 
 @dataclass
@@ -63,7 +61,7 @@ class Checkpoint:
 def save_checkpoint(
     root: Path,
     drafter: DSparkDrafter,
-    optimiser: Optimiser,
+    moments: Mapping[str, Tensor],
     progress: Progress,
     *,
     settings: dict[str, Any],
@@ -73,12 +71,13 @@ def save_checkpoint(
 ) -> Path:
     """Write `step-NNNNNN` under `root`, then drop all but the newest `keep`.
 
+    `moments` are the optimiser's `state_tensors()`: whole, however many processes share them.
     Raises UserError when the disk is full; earlier checkpoints are untouched then.
     """
     final = root / f"step-{progress.step:06d}"
-    with explain_full_disk(final), atomic_folder(final) as folder:
+    with writing(final), atomic_folder(final) as folder:
         save_drafter(folder / MODEL, drafter)
-        save_file(optimiser.state_tensors(), folder / OPTIMISER)
+        save_file(dict(moments), folder / OPTIMISER)
         trainer = {
             "step": progress.step,
             "settings": settings,
@@ -93,7 +92,7 @@ def save_checkpoint(
 
 
 def restore_checkpoint(
-    checkpoint: Checkpoint, drafter: DSparkDrafter, optimiser: Optimiser
+    checkpoint: Checkpoint, drafter: DSparkDrafter, optimiser: Optimiser | ShardedOptimiser
 ) -> Progress:
     """Load weights and moments of `checkpoint` into a freshly built drafter and optimiser."""
     saved = load_drafter(checkpoint.folder / MODEL)
@@ -119,13 +118,15 @@ def check_same_settings(
 ) -> None:
     """Refuse to continue the run at `where` under other settings than `stored`.
 
-    Both are nested as `DistillConfig.to_dict` gives them; sections named in `free` may differ.
+    Both are nested as `DistillConfig.to_dict` gives them; sections and
+    `section.key`s named in `free` may differ.
     """
     changed = [
         f"{section}.{key} was {before!r}, now {now!r}"
         for section in settings.keys() | stored.keys()
         if section not in free
         for key, before, now in _differences(stored.get(section, {}), settings.get(section, {}))
+        if f"{section}.{key}" not in free
     ]
     if changed:
         raise UserError(
@@ -142,7 +143,7 @@ def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[tuple[str,
 def write_manifest(folder: Path) -> None:
     """Record size and SHA-256 of every file in `folder`, recursively."""
     files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _hash(path)}
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)}
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
@@ -161,25 +162,12 @@ def manifest_fault(folder: Path) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != expected["bytes"]:
             return f"{name} has {path.stat().st_size} bytes, expected {expected['bytes']}"
-        if _hash(path) != expected["sha256"]:
-            return f"{name} does not match its checksum"
+        try:
+            if sha256(path) != expected["sha256"]:
+                return f"{name} does not match its checksum"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
     return None
-
-
-@contextmanager
-def explain_full_disk(path: Path) -> Iterator[None]:
-    """Turn "no space left" while writing `path` into one clear UserError."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        code = getattr(error, "errno", None)
-        # safetensors reports the operating system's error as text only.
-        if code not in _FULL and not any(f"(os error {n})" in str(error) for n in _FULL):
-            raise
-        raise UserError(
-            f"{path}: no space left to write it; earlier checkpoints are intact; "
-            "free some space and continue with --resume"
-        ) from error
 
 
 def _prune(root: Path, current: Path, keep: int) -> None:
@@ -204,15 +192,8 @@ def _step(folder: Path) -> int:
     return int(digits) if digits.isdecimal() else -1
 
 
-def clear_leftovers(root: Path) -> None:
-    """Tidy up after a run that was killed while it wrote or replaced a checkpoint."""
-    for aside in root.glob(".step-*.old"):
-        recover_folder(root / aside.name.removeprefix(".").removesuffix(".old"))
-    for fragment in root.glob(".step-*.tmp"):
-        shutil.rmtree(fragment, ignore_errors=True)
-
-
-def _hash(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):

@@ -1,8 +1,8 @@
 """Online taps: what the target thinks about a batch of rows, computed where it is needed.
 
 One pass of the frozen target over right-padded rows gives the drafter's input (taps) and the state
-whose logits the drafter imitates (post-norm hidden). Nothing is written to disk, so there is no
-cache to outgrow or to go stale; logits are formed later and only for supervised slots.
+whose logits the drafter imitates (post-norm hidden); logits are formed later and only for
+supervised slots. (`cache.py` has the states on disk instead.)
 
 A run of several epochs meets every row again. `KeptFeatures` then runs each row through the target
 once, *alone*, and keeps what fits in memory. Alone, because a row's states differ in the last bits
@@ -12,7 +12,7 @@ resumed run, which computes them again, ends with the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,8 @@ class Features:
 
 
 FeatureSource = Callable[[Batch], Features]
-"""Where the target's states of a batch come from."""
+"""Where the target's states of a batch come from: zero at padding, in the target's dtype and on its
+device. A source promises the same states for a row whenever and in whatever batch it is asked."""
 
 
 class KeptFeatures:
@@ -52,12 +53,7 @@ class KeptFeatures:
         """Features of a padded batch, zero at padding. Raises BadFeatures as `target_features`."""
         counts = batch.valid.sum(1).tolist()
         rows = [self._row(batch, at, n) for at, n in enumerate(counts)]
-        length = batch.ids.shape[1]
-
-        def padded(parts: list[Tensor]) -> Tensor:
-            return torch.cat([F.pad(x, (0, 0, 0, length - x.shape[1])) for x in parts])
-
-        return Features(padded([r.taps for r in rows]), padded([r.hidden for r in rows]))
+        return pad_rows(rows, batch.ids.shape[1])
 
     def _row(self, batch: Batch, at: int, count: int) -> Features:
         ids = batch.ids[at : at + 1, : max(1, count)]
@@ -70,6 +66,15 @@ class KeptFeatures:
             self._free -= size
             self._kept[key] = made
         return self._kept[key]
+
+
+def pad_rows(rows: Sequence[Features], length: int) -> Features:
+    """Features of single rows, zero from their end to `length`."""
+
+    def padded(parts: list[Tensor]) -> Tensor:
+        return torch.cat([F.pad(x, (0, 0, 0, length - x.shape[1])) for x in parts])
+
+    return Features(padded([r.taps for r in rows]), padded([r.hidden for r in rows]))
 
 
 @torch.no_grad()

@@ -33,6 +33,7 @@ from dspark.distill.objective import (
 from dspark.distill.optim import Optimiser, learning_rate
 from dspark.distill.processes import Processes
 from dspark.distill.settings import TrainSettings
+from dspark.distill.sharding import ShardedOptimiser
 from dspark.distill.taps import BadFeatures, FeatureSource, KeptFeatures
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
@@ -69,6 +70,7 @@ class StepResult:
 class Trainer:
     """A drafter, its optimiser and its rows. All state besides the weights is in `optimiser`.
 
+    `source` gives the target's states; without one the target is run, once a row if it fits.
     Set `stop_requested` (from a signal handler, say) to have the next step report it everywhere.
     """
 
@@ -79,17 +81,22 @@ class Trainer:
         rows: Sequence[TrainingRow],
         settings: TrainSettings,
         processes: Processes,
+        source: FeatureSource | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.rows = rows
         self.settings = settings
         self.processes = processes
-        self.optimiser = Optimiser(drafter, settings)
+        self.optimiser: Optimiser | ShardedOptimiser = (
+            ShardedOptimiser(drafter, settings, processes)
+            if settings.sharded
+            else Optimiser(drafter, settings)
+        )
         self.schedule = Schedule(
             len(rows), settings.rows_per_step, settings.epochs, settings.max_steps, settings.seed
         )
-        self.source = _feature_source(target, drafter, settings)
+        self.source = source or _feature_source(target, drafter, settings)
         self.stop_requested = False
 
     def run_step(self, step: int) -> StepResult:
@@ -102,14 +109,14 @@ class Trainer:
         tokens, fault = 0, None
         for batch in self._batches(self.rows, row_ids, epoch):
             tokens += batch.tokens
-            part, fault = self._accumulate(batch)
-            if fault is not None:
-                break
-            sums = sums + part
+            if fault is None:
+                part, fault = self._accumulate(batch)
+                sums = sums + part
+            gradients.collect()  # after a fault too: the others may wait for this process in it
         sums, (tokens, faults, stops) = self._reduce(sums, tokens, fault is not None)
         if faults:
             self._stop(step, self.processes.texts(fault))
-        self.processes.sum(gradients.buffer)
+        gradients.reduce(self.processes)
 
         weight = float(sums.normaliser)
         lr = learning_rate(step, self.schedule.total_steps, self.settings)
