@@ -99,6 +99,9 @@ class TableTarget:
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden.float().clone()
 
+    def head(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda hidden: hidden.float()[..., ids]
+
     def new_cache(self, batch: int, max_length: int) -> TableCache:
         self.caches.append(TableCache(batch, max_length))
         return self.caches[-1]
@@ -136,6 +139,7 @@ class TableDrafter:
 
     taps = TAPS
     calibration: Calibration | None = None
+    draft_ids: Tensor | None = None
 
     def __init__(self, slots: Tensor, bias: Tensor) -> None:
         block, vocab = slots.shape[:2]

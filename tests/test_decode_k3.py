@@ -35,13 +35,18 @@ def target() -> K3Target:
 class _Scripted:
     """Proposes `text` as far as `right[round]` tokens, then something else."""
 
-    confidence_head = None
+    calibration = confidence_head = draft_ids = None
     taps = TapSet((0, 1), "attn_res_mixture")
 
     def __init__(self, text: list[int], right: list[int]) -> None:
         self.text, self.right = text, list(right)
         self.config = SimpleNamespace(block_size=BLOCK, mask_token_id=0)
-        self.markov_head = SimpleNamespace(bias=self._bias, embed=None)
+        self.markov_head = SimpleNamespace(
+            start=lambda batch: None,
+            step=lambda prev, hidden, state: (prev, state),
+            bias=self._bias,
+            embed=None,
+        )
         self.plan: list[int] = []
 
     def new_context(self, batch: int, max_length: int) -> SimpleNamespace:

@@ -89,7 +89,7 @@ class ReplayDrafter:
     head puts all weight on the planned token. `right` collects the correct prefix of every block.
     """
 
-    confidence_head = None
+    calibration = confidence_head = draft_ids = None
     taps = TapSet((0, 4, 8), "attn_res_mixture")
 
     def __init__(self, case: Case, vocab: int, seed: int) -> None:
@@ -97,7 +97,12 @@ class ReplayDrafter:
         self.vocab = vocab
         self.random = random.Random(seed)
         self.config = SimpleNamespace(block_size=BLOCK, mask_token_id=vocab - 1)
-        self.markov_head = SimpleNamespace(bias=self._bias, embed=None)
+        self.markov_head = SimpleNamespace(
+            start=lambda batch: None,
+            step=lambda prev, hidden, state: (prev, state),
+            bias=self._bias,
+            embed=None,
+        )
         self.plan: list[int] = []
         self.right: list[int] = []
 

@@ -23,6 +23,7 @@ from dspark.draft.config import DraftConfig
 from dspark.draft.model import DSparkDrafter
 from dspark.runtime import decode
 from dspark.runtime.decode import SpeculativeDecoder
+from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.proposal import propose
@@ -75,19 +76,19 @@ class Recorder:
     def propose(
         self,
         drafter: DSparkDrafter,
-        target: K3Target,
+        draft_head: DraftHead,
         context: Any,
         anchor: Tensor,
         draft_length: int,
         sampling: SamplingParams,
         generator: torch.Generator,
     ) -> Proposal:
-        propose(drafter, target, context, anchor, draft_length, sampling, generator)
+        propose(drafter, draft_head, context, anchor, draft_length, sampling, generator)
         position = int(context.lengths)
         after = self.text[position : position + drafter.config.block_size]
         prev = torch.tensor([after])
         hidden, head = self.hidden[:, : len(after)], drafter.markov_head
-        logits = target.logits(hidden) + head.bias(head.codes(prev, hidden))
+        logits = draft_head.logits(hidden) + head.bias(head.codes(prev, hidden))
         proposed = self.text[position + 1 : position + 1 + draft_length]
         taps = torch.cat(self.fed, 1)[0]
         self.rounds.append(Round(int(anchor), position, taps, logits[0], proposed))

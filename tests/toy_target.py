@@ -8,6 +8,7 @@ between steps, so rollback cannot go wrong.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -84,6 +85,10 @@ class ToyTarget:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden.float() @ self.weights["head"].T
+
+    def head(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
+        rows = self.weights["head"][ids]
+        return lambda hidden: hidden.float() @ rows.T
 
     def new_cache(self, batch: int, max_length: int) -> ToyCache:
         return ToyCache([[] for _ in range(batch)])

@@ -82,7 +82,8 @@ class DraftConfig:
         hidden_act: Activation of the MLPs, one of `ACTIVATIONS`.
         mla, kda: Sizes of that backbone; exactly the one that `backbone` names is given.
         draft_vocab_size: Rows of a reduced draft vocabulary, whose map is part of the weights;
-            None: the whole one.
+            None: the whole one. As many as `vocab_size`, or more where a table is padded, is the
+            whole one too and becomes None.
     """
 
     hidden_size: int
@@ -121,6 +122,8 @@ class DraftConfig:
         object.__setattr__(self, "target_layer_ids", tuple(self.target_layer_ids))
         if self.layer_types is not None:
             object.__setattr__(self, "layer_types", tuple(self.layer_types))
+        if self.draft_vocab_size is not None and self.draft_vocab_size >= self.vocab_size:
+            object.__setattr__(self, "draft_vocab_size", None)
         self._check_sizes()
         self._check_meaning()
         self._check_backbone()
@@ -214,10 +217,8 @@ class DraftConfig:
             )
         self._check_window()
         vocab = self.draft_vocab_size
-        if vocab is not None and not 1 <= vocab <= self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size: {vocab} given, expected 1..vocab_size, {self.vocab_size}"
-            )
+        if vocab is not None and vocab < 1:
+            raise ValueError(f"draft_vocab_size: {vocab} given, at least 1 is needed")
 
     def _check_window(self) -> None:
         kinds = self.layer_types or ()

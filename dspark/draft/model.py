@@ -4,9 +4,10 @@
     h = norm(backbone([embed(anchor), embed(mask), ...], c before the anchor))
 
 Logits of slot k are the target's LM head on h_k plus the bias of the sequential head; both
-embedding and LM head belong to the target and are not stored here. Training runs all blocks of a
-row at once (`train_hidden`), drafting one block against an incremental context (`extend`,
-`block_hidden`); the two agree to rounding. (DSpark paper; layout and tensor names of DeepSpec.)
+embedding and LM head belong to the target and are not stored here. With a reduced draft vocabulary
+they are logits of those ids alone (`vocabulary.py`). Training runs all blocks of a row at once
+(`train_hidden`), drafting one block against an incremental context (`extend`, `block_hidden`); the
+two agree to rounding. (DSpark paper; layout and tensor names of DeepSpec.)
 
 Letters: B batch, S context, A anchors, G slots, D hidden, N taps.
 """
@@ -22,6 +23,7 @@ from dspark.draft.calibration import Calibration
 from dspark.draft.config import DraftConfig
 from dspark.draft.context import DraftContext
 from dspark.draft.heads import ConfidenceHead, sequential_head
+from dspark.draft.vocabulary import vocabulary_ids, vocabulary_maps
 from dspark.taps import TapSet
 
 INIT_STD = 0.02
@@ -41,7 +43,11 @@ class DSparkDrafter(nn.Module):
         backbone: Runs `layers`; holds no weights.
         calibration: What its confidence is worth, once measured. It belongs to these weights: who
             changes them sets it to None.
+        d2t, t2d: Maps of a reduced draft vocabulary, as in `vocabulary.py`; only it has them.
     """
+
+    d2t: Tensor
+    t2d: Tensor
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -56,6 +62,10 @@ class DSparkDrafter(nn.Module):
         if config.enable_confidence_head:
             self.confidence_head = ConfidenceHead(width, config.confidence_inputs - width)
         self.backbone = build_backbone(config, self.layers)
+        if config.draft_vocab_size is not None:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+            first = torch.arange(config.vocab_size) < config.draft_vocab_size
+            self.register_buffer("t2d", first)
         self.calibration: Calibration | None = None
         self.apply(_initialise)
 
@@ -63,6 +73,23 @@ class DSparkDrafter(nn.Module):
     def taps(self) -> TapSet:
         """What the target has to deliver."""
         return self.config.taps
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        """Target ids of a reduced draft vocabulary, [V'] int64 ascending; None: all of them."""
+        return None if self.config.draft_vocab_size is None else vocabulary_ids(self.d2t)
+
+    def set_draft_ids(self, ids: Tensor) -> None:
+        """Say which target ids [V'] a fresh drafter of reduced vocabulary proposes.
+
+        Until then they are the first V'. Raises ValueError for ids that do not ascend strictly, lie
+        outside the target's, or are not V' many.
+        """
+        if len(ids) != self.config.draft_vocab_size:
+            raise ValueError(
+                f"{len(ids)} draft ids given, draft_vocab_size is {self.config.draft_vocab_size}"
+            )
+        self.d2t, self.t2d = vocabulary_maps(ids.to(self.d2t.device), self.config.vocab_size)
 
     def features(self, taps: Tensor) -> Tensor:
         """Context features c of concatenated taps, ascending layer id: [..., N*D] -> [..., D]."""

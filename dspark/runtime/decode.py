@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from dspark.errors import UserError
+from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.prefill import (
     PREFILL_CHUNK,
     TokenCallback,
@@ -97,6 +98,7 @@ class SpeculativeDecoder:
             )
         self.target = target
         self.drafter = drafter
+        self._draft_head = DraftHead(target, drafter.draft_ids)
 
     @torch.inference_mode()
     def generate(
@@ -220,7 +222,7 @@ class SpeculativeDecoder:
             return Proposal(empty.long(), None, empty, empty)
         return propose(
             self.drafter,
-            self.target,
+            self._draft_head,
             request.context,
             request.anchor,
             length,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dspark.assets import asset
@@ -53,6 +55,11 @@ class K3Target:
         """[..., D] -> [..., V] float32."""
         return self.model.lm_head(hidden).float()
 
+    def head(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
+        """See `Target.head`."""
+        rows = self.model.lm_head.weight[ids]
+        return lambda hidden: F.linear(hidden, rows).float()
+
     def new_cache(self, batch: int, max_length: int) -> K3Cache:
         return self.model.new_cache(batch, max_length)
 
@@ -81,18 +88,10 @@ class LoadedTarget:
     path: Path
 
 
-def load_target(
-    name_or_path: str | Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> LoadedTarget:
-    """Open a shipped target (`nano`) or a folder with a K3 or Kimi-Linear checkpoint.
+def load_tokenizer(name_or_path: str | Path) -> tuple[PreTrainedTokenizerBase, Path]:
+    """The tokenizer of a target, without its weights, and the target's folder.
 
-    The end token is the tokenizer's: for K3 chats that is <|end_of_msg|>, not [EOS].
-
-    Raises:
-        UserError: no such target, or a folder that is not a complete checkpoint with a tokenizer.
+    Raises UserError as `load_target` does.
     """
     # not AutoTokenizer: it would look for a model class of the folder's model_type, and complain
     from transformers import PreTrainedTokenizerFast
@@ -109,9 +108,26 @@ def load_target(
         if (folder / name_of_file).exists():
             read_json(folder / name_of_file)  # names file and line, which transformers does not
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        return PreTrainedTokenizerFast.from_pretrained(folder), folder
     except Exception as error:  # the tokenizers library raises bare Exception
         raise UserError(f"{folder}: the tokenizer cannot be read ({error!r})") from None
+
+
+def load_target(
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> LoadedTarget:
+    """Open a shipped target (`nano`) or a folder with a K3 or Kimi-Linear checkpoint.
+
+    The end token is the tokenizer's: for K3 chats that is <|end_of_msg|>, not [EOS].
+
+    Raises:
+        UserError: no such target, or a folder that is not a complete checkpoint with a tokenizer.
+    """
+    name = str(name_or_path)
+    tokenizer, folder = load_tokenizer(name)
     model, report = load_k3_with_report(folder, dtype=dtype, device=device)
     if report.skipped:
         warnings.warn(

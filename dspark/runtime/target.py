@@ -9,6 +9,7 @@ Letters: B batch, T new rows, D hidden, V vocab, N number of taps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -83,6 +84,14 @@ class Target(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] post-norm states -> [..., V] float32, the caller's to overwrite."""
+        ...
+
+    def head(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
+        """`logits` of some ids alone: [n] int64 -> a function, [..., D] -> [..., n] float32.
+
+        The function reads n rows of the LM head, copied here once, and is differentiable in its
+        argument.
+        """
         ...
 
     def new_cache(self, batch: int, max_length: int) -> Cache:
