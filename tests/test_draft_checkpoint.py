@@ -23,6 +23,8 @@ from dspark.draft.checkpoint import (
     read_config,
     save_drafter,
 )
+from dspark.draft.config_file import config_from_dict, config_to_dict
+from dspark.draft.shapes import KDAShape, MLAShape, Yarn
 from dspark.errors import UserError
 from tests import oracles
 
@@ -106,6 +108,36 @@ def test_round_trip_is_bit_exact(tmp_path: Path, dtype: torch.dtype) -> None:
     save_drafter(tmp_path / "b", loaded, dtype=dtype)
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+EVERYTHING = {
+    "yarn": {"yarn": Yarn(8.0, 64, mscale=1.0, mscale_all_dim=0.5)},
+    "window": {
+        "sliding_window": 5,
+        "layer_types": ("full_attention", "sliding_attention"),
+        "block_causal": "sliding",
+    },
+    "draft vocabulary": {"draft_vocab_size": 7},
+    "mla": {
+        "backbone": "mla",
+        "num_key_value_heads": 4,
+        "mla": MLAShape(5, 6, 4, 2, 3),
+        "yarn": Yarn(2.0, 8, attention_factor=1.25),
+    },
+    "kda": {
+        "backbone": "kda",
+        "num_key_value_heads": 4,
+        "kda": KDAShape(order="gla", gate_rank=3, gate_lower_bound=-2.5, block_softmax=True),
+    },
+    "head": {"markov_head_type": "rnn", "confidence_head_with_markov": False},
+}
+
+
+@pytest.mark.parametrize("case", EVERYTHING)
+def test_every_field_of_a_configuration_survives_its_file(case: str) -> None:
+    config = replace(CONFIG, **EVERYTHING[case])
+    raw = config_to_dict(config, dtype=torch.float32, with_copies=False)
+    assert config_from_dict(json.loads(json.dumps(raw))) == config
 
 
 def test_a_drafter_without_confidence_head_round_trips(tmp_path: Path) -> None:
@@ -244,14 +276,38 @@ BAD_CONFIGS = {
     "embeddings tapped": (put("target_layer_ids", [-1, 2]), "target_layer_ids: -1"),
     "taps descending": (put("target_layer_ids", [3, 1]), "target_layer_ids: .*ascending"),
     "taps absent": (put("target_layer_ids", []), "target_layer_ids"),
-    "yarn": (
+    "scaling of another kind": (
+        put("rope_parameters", {"rope_theta": 1e4, "rope_type": "llama3", "factor": 16.0}),
+        "rope_parameters: rope_type 'llama3'",
+    ),
+    "yarn from an unknown length": (
         put("rope_parameters", {"rope_theta": 1e4, "rope_type": "yarn", "factor": 16.0}),
-        "rope_parameters: rope_type 'yarn'",
+        "rope_parameters: original_max_position_embeddings is None",
+    ),
+    "scaling with an unknown key": (
+        put("rope_parameters", {"rope_theta": 1e4, "rope_type": "default", "factor": 16.0}),
+        "rope_parameters: factor is not known, and would be lost",
+    ),
+    "two scalings": (
+        put(
+            "rope_scaling",
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+        ),
+        "rope_parameters: does not agree with .* rope_scaling",
+    ),
+    "backbone of another class": (put("backbone", "mla"), "architectures: .* 'mla'.*DSparkMLA"),
+    "sizes of another backbone": (
+        put("kda", {"order": 0, "conv_size": 4}),
+        "kda: .*an object with order, conv_size",
+    ),
+    "window without sliding layers": (put("sliding_window", 64), "sliding_window: 64"),
+    "window without a size": (
+        put("layer_types", ["sliding_attention"] * 2),
+        "use_sliding_window: False",
     ),
     "rope base missing": (put("rope_parameters", {"rope_type": "default"}), "rope_theta"),
     "other markov head": (put("markov_head_type", "lstm"), "markov_head_type: 'lstm' .*vanilla"),
     "no markov head": (put("markov_rank", 0), "markov_rank: 0"),
-    "sliding window": (put("layer_types", ["sliding_attention"] * 2), "layer_types"),
     "layer types a number": (put("layer_types", 5), "layer_types: 5"),
     "rope scaling a list": (
         lambda raw: raw.update(rope_parameters=None, rope_scaling=[1]),
@@ -386,6 +442,20 @@ def test_shards_are_read_but_only_from_the_folder(folder: Path) -> None:
         assert torch.equal(loaded.state_dict()[name], tensor)
     (folder / "b.safetensors").unlink()
     with pytest.raises(UserError, match=r"b\.safetensors: no such file"):
+        load_drafter(folder)
+
+
+def test_an_index_has_to_agree_with_its_shards(folder: Path) -> None:
+    shard(folder, ("a.safetensors", "b.safetensors"))
+    path = folder / "model.safetensors.index.json"
+    owner = json.loads(path.read_text())["weight_map"]
+    wrong = "a" if owner["norm.weight"] == "b.safetensors" else "b"
+    other = {**owner, "ghost.weight": "b.safetensors"}
+    path.write_text(json.dumps({"weight_map": {**owner, "norm.weight": f"{wrong}.safetensors"}}))
+    with pytest.raises(UserError, match=r"norm\.weight is in .\.safetensors, which does not"):
+        load_drafter(folder)
+    path.write_text(json.dumps({"weight_map": other}))
+    with pytest.raises(UserError, match=r"ghost\.weight is in b\.safetensors, which does not hold"):
         load_drafter(folder)
 
 

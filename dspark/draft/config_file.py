@@ -7,15 +7,22 @@ never fills in what decides between two layouts: those keys must stand in the fi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 
 from dspark import __version__
 from dspark.draft.config import DraftConfig, TargetRecord
+from dspark.draft.rope_file import rope_from_dict, rope_to_dict
+from dspark.draft.shapes import KDAShape, MLAShape
 
 ARCHITECTURE = "DSparkDraftModel"
 """Class name that SGLang and SpecForge load."""
+
+OWN_ARCHITECTURES = {"mla": "DSparkMLADraftModel", "kda": "DSparkKDADraftModel"}
+"""Backbones that have no published class under these tensor names: no engine loads these by
+accident. `dspark export --format k3-mla` writes the first as engines know it."""
 
 DEEPSPEC_ARCHITECTURE = "Qwen3DSparkModel"
 """DeepSpec's class: the same tensors plus copies of the target's embedding and LM head."""
@@ -55,14 +62,30 @@ FIELDS = {
     "layer_id_origin": "layer_id_origin",
 }
 
-# What the backbone does not do; any other value is refused, an absent key means this value.
-FIXED = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "sliding_window": None,
+# As FIELDS, but a file may leave these out: drafters of older versions have none of them.
+OPTIONAL = {
+    "backbone": "backbone",
+    "hidden_act": "hidden_act",
+    "draft_vocab_size": "draft_vocab_size",
+    "sliding_window": "sliding_window",
+    "layer_types": "layer_types",
+    "block_causal": "block_causal",
 }
+
+SHAPES = {"mla": MLAShape, "kda": KDAShape}
+
+# What no backbone does; any other value is refused, an absent key means this value.
+FIXED = {"attention_bias": False, "tie_word_embeddings": False}
+
+STRINGS = (
+    "markov_head_type",
+    "target_tap_kind",
+    "layer_id_origin",
+    "backbone",
+    "hidden_act",
+    "block_causal",
+)
+FLAGS = ("enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor")
 
 HINTS = {
     "sample_from_anchor": "the slot layout is not in the file; true if slot 0 already predicts",
@@ -79,30 +102,38 @@ def config_to_dict(config: DraftConfig, *, dtype: torch.dtype, with_copies: bool
         dtype: Of the stored tensors.
         with_copies: Whether the folder also holds the target's embedding and LM head.
     """
-    flat = {key: getattr(config, field) for key, field in FIELDS.items()}
+    flat = {key: getattr(config, field) for key, field in {**FIELDS, **OPTIONAL}.items()}
     flat["target_layer_ids"] = list(config.target_layer_ids)
+    flat["layer_types"] = list(config.layer_types or ["full_attention"] * config.num_layers)
+    attention = config.backbone == "attention"
+    standard = DEEPSPEC_ARCHITECTURE if with_copies else ARCHITECTURE
     nest = {key: flat[key] for key in NESTED_KEYS}
-    record = config.target
     return {
-        "architectures": [DEEPSPEC_ARCHITECTURE if with_copies else ARCHITECTURE],
-        "model_type": "qwen3",
+        "architectures": [OWN_ARCHITECTURES.get(config.backbone, standard)],
+        "model_type": "qwen3" if attention else f"dspark_{config.backbone}",
         **flat,
         **FIXED,
+        **{name: asdict(shape) for name in SHAPES if (shape := getattr(config, name))},
+        "use_sliding_window": config.sliding_window is not None,
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
-        "layer_types": ["full_attention"] * config.num_layers,
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+        "rope_parameters": rope_to_dict(config.rope_theta, config.yarn),
         "dtype": str(dtype).removeprefix("torch."),
-        "dflash_config": {"projector_type": "dspark", "attention_mode": "gqa", **nest},
-        "dspark_version": __version__,
-        "target": None
-        if record is None
-        else {
-            "name": record.name,
-            "tokenizer_hash": record.tokenizer_hash,
-            "template_hash": record.template_hash,
+        "dflash_config": {
+            "projector_type": "dspark",
+            "attention_mode": "gqa" if attention else config.backbone,
+            # vLLM takes a window without this key to mean causal blocks
+            "causal": config.block_causal != "none",
+            **nest,
         },
+        "dspark_version": __version__,
+        "target": record_to_dict(config.target),
     }
+
+
+def record_to_dict(record: TargetRecord | None) -> dict[str, Any] | None:
+    """The target that a drafter was distilled from, as it stands in `config.json`."""
+    return None if record is None else asdict(record)
 
 
 def config_from_dict(raw: Mapping[str, Any]) -> DraftConfig:
@@ -113,20 +144,62 @@ def config_from_dict(raw: Mapping[str, Any]) -> DraftConfig:
     """
     found = _architecture(raw)
     values = {field: _typed(key, _lookup(raw, key)) for key, field in FIELDS.items()}
+    for key, field in OPTIONAL.items():
+        if raw.get(key) is not None:
+            values[field] = _typed(key, raw[key])
     for key, wanted in FIXED.items():
         if raw.get(key, wanted) != wanted:
             raise ValueError(f"{key}: {raw[key]!r} is not supported, only {wanted!r} ({found})")
-    kinds = raw.get("layer_types") or []
-    if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise ValueError(f"layer_types: {kinds!r} is not supported, only 'full_attention'")
-    return DraftConfig(**values, rope_theta=_rope_theta(raw), target=_record(raw.get("target")))
+    _check_window(raw, values)
+    for name, shape in SHAPES.items():
+        if raw.get(name) is not None:
+            values[name] = _shape(name, raw[name], shape)
+    theta, yarn = rope_from_dict(raw)
+    record = record_from_dict(raw.get("target"))
+    return DraftConfig(**values, rope_theta=theta, yarn=yarn, target=record)
+
+
+def _check_window(raw: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """A window of no layer is refused, and so are kinds of layers that say nothing."""
+    kinds = values.get("layer_types", ())
+    if raw.get("use_sliding_window") not in (None, "sliding_attention" in kinds):
+        raise ValueError(
+            f"use_sliding_window: {raw['use_sliding_window']!r} does not agree with layer_types"
+        )
+    if all(kind == "full_attention" for kind in kinds):
+        values.pop("layer_types", None)
+
+
+def _shape(name: str, raw: Any, shape: type[MLAShape] | type[KDAShape]) -> MLAShape | KDAShape:
+    """The sizes of a backbone; every one has to be there, and nothing else."""
+    known = {field.name: field for field in fields(shape)}
+    if not isinstance(raw, Mapping) or raw.keys() != known.keys():
+        raise ValueError(f"{name}: {raw!r} given, an object with {', '.join(known)} was expected")
+    for key, value in raw.items():
+        kind = known[key].type
+        numbers = isinstance(value, int | float) and not isinstance(value, bool)
+        good = {
+            "int": _is_int(value),
+            "float": numbers,
+            "bool": isinstance(value, bool),
+            "int | str": _is_int(value) or isinstance(value, str),
+        }
+        if not good[str(kind)]:
+            raise ValueError(f"{name}.{key}: {value!r} given, {kind} was expected")
+    return shape(**raw)
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures")
-    known = (ARCHITECTURE, DEEPSPEC_ARCHITECTURE)
+    backbone = raw.get("backbone") or "attention"
+    known = [OWN_ARCHITECTURES.get(str(backbone), ARCHITECTURE)]
+    if backbone == "attention":
+        known.append(DEEPSPEC_ARCHITECTURE)
     if not isinstance(names, list) or not any(name in known for name in names):
-        raise ValueError(f"architectures: {names!r} is no drafter, expected one of {list(known)}")
+        raise ValueError(
+            f"architectures: {names!r} is no drafter with backbone {backbone!r}, expected one of "
+            f"{known}; a drafter of another tool is read by `dspark import`"
+        )
     return str(names[0])
 
 
@@ -150,9 +223,12 @@ def _typed(key: str, value: Any) -> Any:
     if key == "target_layer_ids":
         good = isinstance(value, list) and all(_is_int(item) for item in value)
         wanted = "a list of integers"
-    elif key in ("markov_head_type", "target_tap_kind", "layer_id_origin"):
+    elif key == "layer_types":
+        good = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        wanted = "a list of strings"
+    elif key in STRINGS:
         good, wanted = isinstance(value, str), "a string"
-    elif key in ("enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor"):
+    elif key in FLAGS:
         good, wanted = isinstance(value, bool), "true or false"
     elif key == "rms_norm_eps":
         good, wanted = isinstance(value, float), "a number"
@@ -167,24 +243,8 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _rope_theta(raw: Mapping[str, Any]) -> float:
-    """Base of the rotary frequencies, from today's nested keys or the older flat ones."""
-    rope = raw.get("rope_parameters")
-    if rope is None:
-        scaling = raw.get("rope_scaling") or {}
-        if not isinstance(scaling, Mapping):
-            raise ValueError(f"rope_scaling: {scaling!r} given, an object was expected")
-        rope = {**scaling, "rope_theta": raw.get("rope_theta")}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else rope
-    if kind != "default":
-        raise ValueError(f"rope_parameters: rope_type {kind!r} is not supported, only 'default'")
-    theta = rope.get("rope_theta")
-    if not isinstance(theta, int | float) or isinstance(theta, bool):
-        raise ValueError(f"rope_parameters: rope_theta is {theta!r}, a number was expected")
-    return float(theta)
-
-
-def _record(raw: Any) -> TargetRecord | None:
+def record_from_dict(raw: Any) -> TargetRecord | None:
+    """The inverse of `record_to_dict`. Raises ValueError for anything else."""
     if raw is None:
         return None
     if not isinstance(raw, dict) or not isinstance(raw.get("name"), str):
