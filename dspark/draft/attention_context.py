@@ -1,28 +1,34 @@
-"""Context of the attention backbone: keys and values of every committed position, per layer.
+"""Context of the attention backbone: keys and values of the positions that its layers still see.
 
-Buffers are allocated once for the longest text; a round writes rows and moves a length, and never
-copies or grows anything. Behind the committed rows lies room for one block: the block's own keys
-and values go there while it is drafted and are overwritten by the next rows.
-
-Letters: L layers, B batch, J key heads, C capacity, K head dim, N new rows, G block slots.
+Letters: L layers, B batch, J key heads, C capacity, K head dim.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from dspark.draft.attention import Rotary
 from dspark.draft.config import DraftConfig
 from dspark.draft.context import DraftContext
 from dspark.draft.packed import PackedWeights
+from dspark.draft.ring import Ring
+from dspark.draft.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class LayerBuffers:
+    """Layers that see equally far: which, their ring, and key and value buffers [L, B, J, C, K]."""
+
+    layers: tuple[int, ...]
+    ring: Ring
+    keys: Tensor
+    values: Tensor
 
 
 class AttentionContext(DraftContext):
-    """Per-layer key and value buffers [L, B, J, C, K].
-
-    While all rows have one length (always so at batch 1) every operation is a slice and attention
-    needs no mask.
+    """Buffers per reach: the whole text, or a sliding window.
 
     Args:
         config: Shape of the drafter.
@@ -45,25 +51,33 @@ class AttentionContext(DraftContext):
     ) -> None:
         super().__init__(batch, max_length, device)
         self.weights = weights
-        capacity = max_length + config.block_size
-        shape = (config.num_layers, batch, config.num_key_value_heads, capacity, config.head_dim)
-        # Zeros, not empty: rows behind a length are masked, and 0 * NaN would still be NaN.
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)
-        self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.rotary = Rotary.build(capacity, config.head_dim, config.rope_theta, device, dtype)
+        rotary = Rotary.of(config, device, dtype)
+        assert rotary is not None
+        self.rotary = rotary
+        reaches = [
+            min(config.window(layer) or max_length, max_length)
+            for layer in range(config.num_layers)
+        ]
+        self.buffers: list[LayerBuffers] = []
+        for size in sorted(set(reaches)):
+            layers = tuple(layer for layer, reach in enumerate(reaches) if reach == size)
+            ring = Ring(size, config.block_size)
+            shape = (
+                len(layers), batch, config.num_key_value_heads, ring.capacity, config.head_dim
+            )  # fmt: skip
+            # Zeros, not empty: rows behind a length are masked, and 0 * NaN would still be NaN.
+            keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+            self.buffers.append(LayerBuffers(layers, ring, keys, values))
+        self.reach = max(reaches)
+
+    def of_layer(self, layer: int) -> tuple[Ring, Tensor, Tensor]:
+        """Ring, keys and values [B, J, C, K] of a layer."""
+        each = next(each for each in self.buffers if layer in each.layers)
+        at = each.layers.index(layer)
+        return each.ring, each.keys[at], each.values[at]
 
     @property
     def nbytes(self) -> int:
-        """Bytes held on the device, rotary tables included."""
-        held = (self.keys, self.values, self.rotary.cos, self.rotary.sin)
+        """Bytes of keys and values."""
+        held = [tensor for each in self.buffers for tensor in (each.keys, each.values)]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
-
-    def positions(self, rows: int) -> Tensor:
-        """[B, rows] positions of the rows after each length, cut at the end of the buffers."""
-        offsets = torch.arange(rows, device=self.keys.device)
-        return (self.lengths[:, None] + offsets).clamp(max=self.keys.shape[3] - 1)
-
-    def scatter(self, buffer: Tensor, rows: Tensor, positions: Tensor) -> None:
-        """Writes rows [..., B, J, n, K] of a buffer [..., B, J, C, K] at positions [B, n]."""
-        index = positions[:, None, :, None].expand(rows.shape)
-        buffer.scatter_(-2, index, rows)

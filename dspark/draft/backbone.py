@@ -61,9 +61,22 @@ class Backbone(Protocol[Context]):
 def build_layers(config: DraftConfig) -> nn.ModuleList:
     """Fresh layers of the backbone that the configuration names."""
     if config.backbone == "attention":
-        from dspark.draft.attention import DraftLayer
+        from dspark.draft.attention import DraftAttention, DraftLayer
 
-        return nn.ModuleList(DraftLayer(config) for _ in range(config.num_layers))
+        return nn.ModuleList(
+            DraftLayer(config, DraftAttention(config, layer)) for layer in range(config.num_layers)
+        )
+    if config.backbone == "mla":
+        from dspark.draft.attention import DraftLayer
+        from dspark.draft.mla import DraftMLA
+
+        return nn.ModuleList(
+            DraftLayer(config, DraftMLA(config, layer)) for layer in range(config.num_layers)
+        )
+    if config.backbone == "kda":
+        from dspark.draft.kda import KDALayer
+
+        return nn.ModuleList(KDALayer(config) for _ in range(config.num_layers))
     raise ValueError(f"backbone: {config.backbone!r} has no layers here")
 
 
@@ -73,4 +86,12 @@ def build_backbone(config: DraftConfig, layers: nn.ModuleList) -> Backbone:
         from dspark.draft.attention_backbone import AttentionBackbone
 
         return AttentionBackbone(config, layers)
+    if config.backbone == "kda":
+        from dspark.draft.kda_backbone import KDABackbone
+
+        return KDABackbone(config, layers)
+    if config.backbone == "mla":
+        from dspark.draft.mla_backbone import MLABackbone
+
+        return MLABackbone(config, layers)
     raise ValueError(f"backbone: {config.backbone!r} cannot be run here")

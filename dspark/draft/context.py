@@ -38,6 +38,14 @@ class DraftContext:
         first = self.row_lengths[0]
         return first if all(length == first for length in self.row_lengths) else None
 
+    def uniform_length(self, kept: list[int]) -> int | None:
+        """The length that all rows share now and will after `kept` more, or None."""
+        return self.common_length if all(count == kept[0] for count in kept) else None
+
+    def positions(self, rows: int) -> Tensor:
+        """[B, rows] positions after each row's length."""
+        return self.lengths[:, None] + torch.arange(rows, device=self.device)
+
     @property
     def nbytes(self) -> int:
         """Bytes held on the device."""

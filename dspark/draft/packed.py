@@ -1,45 +1,74 @@
-"""The backbone's weights laid out for drafting: fewer, larger matrix products.
+"""The attention backbone's weights laid out for drafting: fewer, larger matrix products.
 
 Drafting at batch 1 multiplies eight rows, so time goes into the number of calls. Query, key and
 value of a layer become one matrix, gate and up another, and the keys and values that all layers
 take from a context feature a third.
 
 All of these are copies, as are the transposed `output` and `down` and the stacked per-head norms
-`qk_norm` and `context_norm`. Only `attention_norm` and `mlp_norm` alias the live parameters, so
-a weight written in place while a context is in use would reach these two and none of the copies.
-That is why nothing is patched: every new context asks for the packed weights, and the whole set is
-built again if any weight was replaced, moved or updated in place since. It is never part of a
-checkpoint.
+`qk_norm` and `context_norm`. Only the norms of layer inputs alias the live parameters, so a weight
+written in place while a context is in use would reach these and none of the copies. That is why
+nothing is patched: every new context asks for the packed weights, and the whole set is built again
+if any weight was replaced, moved or updated in place since. It is never part of a checkpoint.
 
 Letters: L layers, D hidden, H query heads, J key heads, K head dim, F MLP width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from dspark.draft.attention import DraftLayer
+from dspark.draft.attention import DraftAttention, DraftLayer, gated, rms_norm
+
+Weights = TypeVar("Weights")
+
+
+@dataclass(frozen=True)
+class PackedMLP:
+    """Norm, MLP and residual of a layer: norm [D], gate_up [2F, D], down [F, D]."""
+
+    norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+    act: str
+    eps: float
+
+    @classmethod
+    def of(cls, layer: DraftLayer) -> PackedMLP:
+        """The MLP of `layer`, detached."""
+        norm, mlp = layer.post_attention_layernorm, layer.mlp
+        return cls(
+            norm.weight.detach(),
+            torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)),
+            mlp.down_proj.weight.t().contiguous(),
+            mlp.act,
+            norm.eps,
+        )
+
+    def add(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, D] -> hidden + mlp(norm(hidden))."""
+        gate, up = F.linear(rms_norm(hidden, self.norm, self.eps), self.gate_up).chunk(2, -1)
+        return torch.addmm(hidden, gated(self.act, gate, up), self.down)
 
 
 @dataclass(frozen=True)
 class PackedLayer:
     """Weights of one layer; those that add to the residual are transposed for `addmm`.
 
-    qkv [(H+2J)*K, D]; qk_norm [H+J, K], the per-head norm weights of queries then keys;
-    output [H*K, D]; gate_up [2F, D]; down [F, D]; attention_norm, mlp_norm [D].
+    norm [D], of the layer's input; qkv [(H+2J)*K, D]; qk_norm [H+J, K], the per-head norm weights
+    of queries then keys; output [H*K, D].
     """
 
+    norm: Tensor
     qkv: Tensor
     qk_norm: Tensor
     output: Tensor
-    gate_up: Tensor
-    down: Tensor
-    attention_norm: Tensor
-    mlp_norm: Tensor
+    mlp: PackedMLP
 
 
 @dataclass(frozen=True)
@@ -55,23 +84,24 @@ class PackedWeights:
     context_norm: Tensor
 
 
-def pack(layers: Iterable[DraftLayer]) -> PackedWeights:
+def pack(layers: nn.ModuleList) -> PackedWeights:
     """Packs the current weights, detached from autograd."""
-    layers = list(layers)
-    attentions = [layer.self_attn for layer in layers]
+    attentions: list[DraftAttention] = [layer.self_attn for layer in layers]  # type: ignore[misc]
     with torch.no_grad():
         keys = [attention.k_proj.weight for attention in attentions]
         values = [attention.v_proj.weight for attention in attentions]
         return PackedWeights(
-            tuple(_pack_layer(layer) for layer in layers),
+            tuple(_pack_layer(layer) for layer in layers),  # type: ignore[arg-type]
             torch.cat(keys + values),
             torch.stack([attention.k_norm.weight for attention in attentions])[:, None],
         )
 
 
 def _pack_layer(layer: DraftLayer) -> PackedLayer:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    assert isinstance(attention, DraftAttention)
     return PackedLayer(
+        norm=layer.input_layernorm.weight.detach(),
         qkv=torch.cat((attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)),
         qk_norm=torch.cat(
             (
@@ -80,11 +110,23 @@ def _pack_layer(layer: DraftLayer) -> PackedLayer:
             )
         ),
         output=attention.o_proj.weight.t().contiguous(),
-        gate_up=torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)),
-        down=mlp.down_proj.weight.t().contiguous(),
-        attention_norm=layer.input_layernorm.weight.detach(),
-        mlp_norm=layer.post_attention_layernorm.weight.detach(),
+        mlp=PackedMLP.of(layer),
     )
+
+
+class Packing(Generic[Weights]):
+    """The packed form of layers, built again whenever one of their weights has changed."""
+
+    def __init__(self, layers: nn.ModuleList, pack: Callable[[nn.ModuleList], Weights]) -> None:
+        self.layers, self.pack = layers, pack
+        self._last: tuple[tuple[tuple[int, int], ...], Weights] | None = None
+
+    def current(self) -> Weights:
+        """The weights of this moment."""
+        stamp = weight_stamp(self.layers.parameters())
+        if self._last is None or self._last[0] != stamp:
+            self._last = (stamp, self.pack(self.layers))
+        return self._last[1]
 
 
 def weight_stamp(weights: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
