@@ -79,7 +79,7 @@ class TableTarget:
 
     def __init__(self, table: Tensor, end_token_ids: tuple[int, ...] = ()) -> None:
         self.table = table
-        self.vocab_size = self.hidden_size = table.shape[-1]
+        self.vocab_size = self.table_size = self.hidden_size = table.shape[-1]
         self.end_token_ids = end_token_ids
         self.dtype = table.dtype
         self.caches: list[TableCache] = []

@@ -63,6 +63,10 @@ class ToyTarget:
     dtype: torch.dtype = torch.float32
     weights: dict[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def table_size(self) -> int:
+        return self.vocab_size
+
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dspark.distill.chat import ChatFormat
+from dspark.distill.answers import first_format
+from dspark.distill.chat import TrainingRow
 from dspark.distill.config import DistillConfig
 from dspark.distill.fingerprint import tokenizer_fingerprint
 from dspark.distill.settings import DrafterSettings
@@ -14,6 +16,7 @@ from dspark.draft.config import DraftConfig, TargetRecord, default_tap_ids
 from dspark.draft.model import DSparkDrafter
 from dspark.draft.shapes import GLA, KDAShape, MLAShape
 from dspark.draft.start import initialise
+from dspark.draft.vocabulary import coverage, most_frequent, token_frequency
 from dspark.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,7 +43,8 @@ def new_drafter(
             num_key_value_heads=shape.num_kv_heads if grouped else shape.num_heads,
             head_dim=shape.head_dim,
             intermediate_size=shape.intermediate_size or _round_up(2.5 * target.hidden_size, 32),
-            vocab_size=target.vocab_size,
+            vocab_size=target.table_size,
+            draft_vocab_size=_draft_vocab(shape, target),
             num_target_layers=target.num_layers,
             target_layer_ids=shape.tap_ids or default_tap_ids(target.num_layers),
             target_tap_kind=shape.tap_kind or target.tap_kinds[0],
@@ -53,7 +57,7 @@ def new_drafter(
             target=TargetRecord(
                 config.target.name,
                 tokenizer_fingerprint(tokenizer),
-                ChatFormat(tokenizer, thinking=config.data.thinking).fingerprint,
+                first_format(config.data, tokenizer).fingerprint,
             ),
             **_backbone_fields(shape),
         )
@@ -67,6 +71,44 @@ def new_drafter(
     drafter = DSparkDrafter(draft_config)
     initialise(drafter, torch.Generator().manual_seed(config.train.seed))
     return drafter
+
+
+def choose_vocabulary(
+    drafter: DSparkDrafter,
+    training: Sequence[TrainingRow],
+    held_out: Sequence[TrainingRow],
+    target: Target,
+) -> str:
+    """Let a fresh drafter of reduced vocabulary propose the ids its rows hold most often.
+
+    The target's end tokens are among them in any case. Returns what that costs, in one line.
+    """
+    size = drafter.config.draft_vocab
+    counts = token_frequency(training, drafter.config.vocab_size)
+    ids = most_frequent(counts, size, always=target.end_token_ids)
+    drafter.set_draft_ids(ids)
+    text = f"draft vocabulary: {size} of {target.vocab_size} ids"
+    for name, rows in (("training", training), ("held-out", held_out)):
+        found = coverage(rows, ids, drafter.config.block_size)
+        if found.share is not None and found.accepted_length is not None:
+            text += (
+                f"; {100 * found.share:.2f} % of {name} tokens, at most "
+                f"{found.accepted_length:.2f} a round"
+            )
+    return text
+
+
+def _draft_vocab(shape: DrafterSettings, target: Target) -> int | None:
+    """Size of a reduced draft vocabulary; None: there is none."""
+    size, ends = shape.draft_vocab, len(target.end_token_ids)
+    if size is None:
+        return None
+    if not ends <= size <= target.table_size:
+        raise UserError(
+            f"drafter.draft_vocab is {size}: expected {max(ends, 1)}..{target.vocab_size}, the end "
+            f"tokens at least and the ids of target {target.name} at most"
+        )
+    return size if size < target.vocab_size else None
 
 
 def _backbone_fields(shape: DrafterSettings) -> dict[str, Any]:
@@ -104,8 +146,9 @@ def _mask_token(config: DistillConfig, target: Target, tokenizer: PreTrainedToke
         return config.drafter.mask_token_id
     if tokenizer.mask_token_id is not None:
         return int(tokenizer.mask_token_id)
-    if len(tokenizer) < target.vocab_size:
-        return len(tokenizer)
+    unused = max(tokenizer.get_vocab().values()) + 1
+    if unused < target.table_size:
+        return unused
     raise UserError(
         f"target {target.name} has no mask token and no unused id; name one in "
         "drafter.mask_token_id"

@@ -157,7 +157,9 @@ def distill_loss(
         to_target_logits=torch.no_grad()(to_logits),
         objective=objective,
     )
-    weight = markov_head.markov_w2.weight
+    with torch.no_grad():  # rows that pad the table past the target's vocabulary are no tokens
+        width = work.to_logits(states[:0]).shape[-1]
+    weight = markov_head.markov_w2.weight[:width]
     chunk = chunk_slots(len(weight), hidden.device) if chunk is None else chunk
     total, terms = fused_terms(states, codes, weight, work, chunk)
     by_term = dict(zip(TERMS, terms, strict=True))

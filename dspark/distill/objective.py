@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from dspark.distill.batches import Batch
+from dspark.distill.fused import DraftVocabulary
 from dspark.distill.loss import LossSums, distill_loss
 from dspark.distill.settings import TrainSettings
 from dspark.distill.taps import FeatureSource, target_features
 from dspark.distill.terms import Objective
 from dspark.draft.anchors import block_inputs, blocks
 from dspark.draft.model import DSparkDrafter
+from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.target import Target
 
 SCALARS = ("objective", "normaliser", "accepted_length", "blocks")
@@ -71,6 +73,7 @@ def batch_sums(
             batch.anchors.positions,
             batch.anchors.valid,
         )
+    ids = drafter.draft_ids
     # Outside autocast: logits come in the target's dtype, as they do at run time, and the rest in
     # float32.
     return distill_loss(
@@ -85,6 +88,8 @@ def batch_sums(
         objective=objective(settings),
         chunk=settings.chunk,
         confidence_detach=settings.confidence_detach,
+        vocabulary=None if ids is None else DraftVocabulary(ids),
+        to_draft_logits=DraftHead(target, ids).logits,
     )
 
 

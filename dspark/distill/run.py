@@ -39,7 +39,7 @@ from dspark.distill.config import DistillConfig, load_config
 from dspark.distill.disk import clear_leftovers, writing
 from dspark.distill.evaluate import decode_held_out, decoding_prompts, disagreement
 from dspark.distill.fingerprint import tokenizer_files, tokenizer_fingerprint
-from dspark.distill.fresh import new_drafter
+from dspark.distill.fresh import choose_vocabulary, new_drafter
 from dspark.distill.lock import locked
 from dspark.distill.loop import CHECKPOINTS, FREE_SETTINGS, Evaluate, find_checkpoint, train
 from dspark.distill.processes import Processes
@@ -116,6 +116,9 @@ def _run(config: DistillConfig, processes: Processes, console: Console) -> Path:
     )
     console.print(answered.summary(), highlight=False, markup=False, soft_wrap=True)
     rows = hold_out(answered, config.data.held_out, config.data_seed)
+    if drafter.draft_ids is not None and not config.drafter.init_from:
+        text = choose_vocabulary(drafter, rows.training, rows.held_out, loaded.target)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     source = _cached(config, loaded, drafter, rows, target_digest, processes, console)
     trainer = Trainer(loaded.target, drafter, rows.training, config.train, processes, source)

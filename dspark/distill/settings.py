@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from dspark.distill.terms import SLOT_WEIGHTS
 from dspark.draft.config import BACKBONES, MARKOV_HEAD_TYPES
@@ -67,9 +67,12 @@ class DataSettings:
 
     prompts: tuple[str, ...] = option((), "JSONL files; empty means the shipped training prompts")
     max_prompts: int | None = option(1600, "use this many prompts, spread evenly; null means all")
-    strict: bool = option(False, "stop at the first bad line instead of skipping and counting it")
+    strict: bool = option(False, "stop at the first bad row instead of skipping and counting it")
     responses: str = option("regenerate", "regenerate: the target answers | given: file's answers")
-    thinking: bool = option(False, "the chat template's thinking switch")
+    thinking: Literal["off", "on", "both"] = option(
+        "off", "the chat template's thinking switch; both: every prompt once each way"
+    )
+    template: str | None = option(None, "chat template: a file or a shipped name; null: target's")
     temperature: float = option(1.0, "of the answers; 1 is the distribution that TV is measured on")
     top_p: float = option(1.0, "nucleus of the answers; 1 keeps everything")
     top_k: int = option(0, "top-k of the answers; 0 keeps everything")
@@ -77,11 +80,12 @@ class DataSettings:
     max_length: int = option(320, "longest row (prompt and answer), in tokens; longer ones are cut")
     min_supervised: int = option(4, "rows with fewer supervised tokens, once cut, are dropped")
     batch_size: int = option(128, "prompts answered at once")
+    seed: int | None = option(None, "decides answers and held-out rows; null: train.seed")
     held_out: int = option(32, "rows kept away from training, for evaluation")
 
     def __post_init__(self) -> None:
         _check_at_least("data", self, 1, "max_prompts", "max_new_tokens", "batch_size")
-        _check_at_least("data", self, 0, "temperature", "top_k", "held_out")
+        _check_at_least("data", self, 0, "temperature", "top_k", "held_out", "seed")
         _check_at_least("data", self, 2, "min_supervised")
         _check_at_least("data", self, self.min_supervised + 1, "max_length")
         _check(
@@ -115,6 +119,9 @@ class DrafterSettings:
     intermediate_size: int | None = option(None, "MLP width; null: 2.5 x hidden")
     head: str = option("vanilla", "vanilla | gated | rnn: the sequential head")
     markov_rank: int = option(48, "rank of the previous-token bias")
+    draft_vocab: int | None = option(
+        None, "target ids it can propose, the most frequent of the answers; null: all"
+    )
     confidence_with_markov: bool = option(True, "the confidence head reads the previous token")
     block_size: int = option(8, "proposals per round that the drafter is trained for")
     tap_ids: tuple[int, ...] | None = option(None, "target layers it reads (0-based); null: spread")
@@ -126,7 +133,7 @@ class DrafterSettings:
         _check_at_least(
             "drafter", self, 1, "num_layers", "num_heads", "num_kv_heads", "head_dim",
             "intermediate_size", "markov_rank", "block_size", "sliding_window", "mla_q_rank",
-            "mla_kv_rank", "kda_conv", "kda_gate_rank",
+            "mla_kv_rank", "kda_conv", "kda_gate_rank", "draft_vocab",
         )  # fmt: skip
         for name, known in (("backbone", BACKBONES), ("head", MARKOV_HEAD_TYPES)):
             value = getattr(self, name)

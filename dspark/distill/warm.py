@@ -1,9 +1,9 @@
 """Warm start: begin with the weights of a drafter that exists, whoever trained it.
 
 What the settings say must be what the folder holds; what they leave open (null, or no key at all:
-rotary base, norm epsilon, draft vocabulary) comes from the folder. Weights that fit by shape but
-meant something else, such as the same matrix cut into other heads, are refused like those that do
-not fit.
+rotary base, norm epsilon) comes from the folder, and so do the ids of a reduced draft vocabulary.
+Weights that fit by shape but meant something else, such as the same matrix cut into other heads,
+are refused like those that do not fit.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from dspark.errors import UserError
 from dspark.runtime.target import Target
 
 _FREE = ("target", "block_size")  # may differ: the run's own hold
-_NO_KEY = ("rms_norm_eps", "rope_theta", "max_position_embeddings", "yarn", "draft_vocab_size")
+_NO_KEY = ("rms_norm_eps", "rope_theta", "max_position_embeddings", "yarn")
 _IF_NULL = {
     "intermediate_size": ("intermediate_size",),
+    "draft_vocab": ("draft_vocab_size",),
     "tap_ids": ("target_layer_ids",),
     "tap_kind": ("target_tap_kind",),
     "mask_token_id": ("mask_token_id",),

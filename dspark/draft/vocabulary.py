@@ -92,14 +92,12 @@ def check_maps(offsets: Tensor, members: Tensor) -> None:
             f"{OFFSETS}, {MEMBERS}: stored as {offsets.dtype}, {members.dtype}; "
             "int64 offsets and a bool mask were expected"
         )
-    wanted = members.nonzero().squeeze(1)
-    if len(wanted) == len(offsets) and torch.equal(offsets, wanted):
-        if bool(offsets.any()) and not torch.equal(vocabulary_ids(offsets), wanted):
-            raise ValueError(
-                f"{OFFSETS}: holds target ids, offsets were expected: subtract 0, 1, 2, ... so "
-                f"that target id = draft id + {OFFSETS}[draft id]"
-            )
-    ids = vocabulary_ids(offsets)
+    wanted, ids = members.nonzero().squeeze(1), vocabulary_ids(offsets)
+    if torch.equal(offsets, wanted) and not torch.equal(ids, wanted):
+        raise ValueError(
+            f"{OFFSETS}: holds target ids, offsets were expected: subtract 0, 1, 2, ... so that "
+            f"target id = draft id + {OFFSETS}[draft id]"
+        )
     try:
         _check_ids(ids, len(members))
     except ValueError as error:

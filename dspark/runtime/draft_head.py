@@ -10,7 +10,6 @@ Letters: B batch, g slots, D hidden, V vocabulary of the target, V' of the draft
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from dspark.runtime.target import Target

@@ -32,20 +32,34 @@ class K3Target:
     """A `K3ForCausalLM` behind the `Target` protocol, its projections packed for inference.
 
     Only the head's logits leave the model's dtype: they are float32 whatever it is.
+
+    Args:
+        model: Owned from here on.
+        name: For messages and records.
+        end_token_ids: What ends a text.
+        vocab_size: Ids that are tokens, where the model's tables are padded; None: all rows are.
     """
 
-    def __init__(self, model: K3ForCausalLM, name: str, end_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        model: K3ForCausalLM,
+        name: str,
+        end_token_ids: tuple[int, ...],
+        vocab_size: int | None = None,
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         model.pack_()
         config = model.config
         self.name = name
-        self.vocab_size = config.vocab_size
+        self.vocab_size = vocab_size or config.vocab_size
+        self.table_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.num_layers = config.num_hidden_layers
         self.tap_kinds = model.tap_kinds
         self.end_token_ids = end_token_ids
         self.device = model.lm_head.weight.device
         self.dtype = model.lm_head.weight.dtype
+        self._head = model.lm_head.weight[: self.vocab_size]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[...] int64 -> [..., D]."""
@@ -53,11 +67,11 @@ class K3Target:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V] float32."""
-        return self.model.lm_head(hidden).float()
+        return F.linear(hidden, self._head).float()
 
     def head(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
         """See `Target.head`."""
-        rows = self.model.lm_head.weight[ids]
+        rows = self._head[ids]
         return lambda hidden: F.linear(hidden, rows).float()
 
     def new_cache(self, batch: int, max_length: int) -> K3Cache:
@@ -121,7 +135,8 @@ def load_target(
 ) -> LoadedTarget:
     """Open a shipped target (`nano`) or a folder with a K3 or Kimi-Linear checkpoint.
 
-    The end token is the tokenizer's: for K3 chats that is <|end_of_msg|>, not [EOS].
+    The end token is the tokenizer's: for K3 chats that is <|end_of_msg|>, not [EOS]. Rows of the
+    model's tables past the tokenizer's last id are padding and never emitted.
 
     Raises:
         UserError: no such target, or a folder that is not a complete checkpoint with a tokenizer.
@@ -138,4 +153,5 @@ def load_target(
     ends = {tokenizer.eos_token_id, model.config.eos_token_id} - {None}
     if not ends:
         raise UserError(f"{folder}: neither the tokenizer nor config.json names an end token")
-    return LoadedTarget(K3Target(model, name, tuple(sorted(ends))), tokenizer, folder)
+    tokens = min(max(tokenizer.get_vocab().values()) + 1, model.config.vocab_size)
+    return LoadedTarget(K3Target(model, name, tuple(sorted(ends)), tokens), tokenizer, folder)

@@ -71,6 +71,9 @@ class Target(Protocol):
     name: str
     vocab_size: int
     """Logical size: `logits` has exactly this width, padding rows of the table are cut off."""
+    table_size: int
+    """Rows of the embedding, at least `vocab_size`. Ids past it pad the table: `embed` takes them,
+    since a drafter's mask token may be one, but nothing else does and none is ever emitted."""
     hidden_size: int
     num_layers: int
     tap_kinds: tuple[str, ...]
