@@ -12,11 +12,12 @@ import sys
 from dspark import console
 from dspark.commands.app import app
 from dspark.commands.bench import bench
+from dspark.commands.data import data
 from dspark.commands.distill import distill
 from dspark.commands.doctor import doctor
 from dspark.commands.evaluate import evaluate
 
-__all__ = ["app", "bench", "distill", "doctor", "evaluate", "main"]
+__all__ = ["app", "bench", "data", "distill", "doctor", "evaluate", "main"]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Small real tokenizers with the chat templates of four model families.
+"""Small real tokenizers with the chat templates of the model families in use.
 
 Byte-level BPE trained on a few sentences, so that any text encodes and merges exist. The K3 one
 also holds the markers of the older K2 format, which mean nothing in its template.
@@ -53,6 +53,26 @@ QWEN3 = (  # drops the thinking of every turn but the last, writes an empty one 
     "{% if enable_thinking is defined and not enable_thinking %}"
     "{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
+KIMI_LINEAR = (  # the K2 format: a default system message, the role twice, no line breaks
+    "{%- for m in messages -%}"
+    "{%- if loop.first and m.role != 'system' -%}"
+    "<|im_system|>system<|im_middle|>Default system.<|im_end|>"
+    "{%- endif -%}"
+    "<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_assistant|>assistant<|im_middle|>{%- endif -%}"
+)
+SMOLLM2 = (  # ChatML with a default system message
+    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nDefault system.<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA32 = (  # writes today's date into its system message
+    "{%- set date = strftime_now('%d %b %Y') if strftime_now is defined else '01 Jan 2000' %}"
+    "{{ bos_token + '<|start_header_id|>system<|end_header_id|>\n\nToday: ' + date"
+    " + '<|eot_id|>' }}" + LLAMA.removeprefix("{{ bos_token }}")
+)
 _TEXT = [
     "What is the total number of apples? The total is 12 apples. #### 12",
     "message role user assistant system think response You are a helpful assistant.",
@@ -93,15 +113,30 @@ def k3() -> PreTrainedTokenizerFast:
     return tokenizer(K3, K2_MARKERS + K3_MARKERS, eos_token="[EOS]")
 
 
+def k3_bare() -> PreTrainedTokenizerFast:
+    """As Kimi K3 comes: its marks, three of them not special, and no template."""
+    wrapped = tokenizer(None, [*K2_MARKERS, "<|end_of_msg|>", "[BOS]", "[EOS]"], eos_token="[EOS]")
+    wrapped.add_tokens(["<|open|>", "<|close|>", "<|sep|>"])
+    return wrapped
+
+
+def kimi_linear() -> PreTrainedTokenizerFast:
+    return tokenizer(KIMI_LINEAR, K2_MARKERS, eos_token="<|im_end|>")
+
+
+def smollm2() -> PreTrainedTokenizerFast:
+    return tokenizer(SMOLLM2, ["<|im_start|>", "<|im_end|>"], eos_token="<|im_end|>")
+
+
 def chatml() -> PreTrainedTokenizerFast:
     """Its end of turn is not its end of text."""
     special = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
     return tokenizer(CHATML, special, eos_token="<|endoftext|>")
 
 
-def llama() -> PreTrainedTokenizerFast:
+def llama(template: str = LLAMA) -> PreTrainedTokenizerFast:
     special = ["<|bos|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eos|>"]
-    return tokenizer(LLAMA, special, bos_token="<|bos|>", eos_token="<|eos|>")
+    return tokenizer(template, special, bos_token="<|bos|>", eos_token="<|eos|>")
 
 
 def qwen3() -> PreTrainedTokenizerFast:

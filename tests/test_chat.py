@@ -132,11 +132,11 @@ def test_a_template_that_drops_earlier_thinking_is_refused_row_by_row() -> None:
 
 
 def test_a_token_across_the_edge_of_a_turn_is_refused() -> None:
-    chat = ChatFormat(small.tokenizer("{{ messages[0].content }}", ["<s>"], eos_token="<s>"))
-    tokenizer = chat.tokenizer
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = small.tokenizer(template, ["<s>"], eos_token="<s>")
+    chat = ChatFormat(tokenizer)
     merged = next(t for t in tokenizer.get_vocab() if t.isalpha() and t.isascii() and len(t) > 3)
     assert len(tokenizer.encode(merged, add_special_tokens=False)) == 1
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(RowError) as caught:
         chat.training_row([user(merged[:1]), assistant(merged[1:])])
     assert caught.value.reason == "boundary-merged"

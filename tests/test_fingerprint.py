@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from dspark.distill.fingerprint import compare_tokenizers, tokenizer_fingerprint
+from dspark.distill.fingerprint import (
+    check_stored_tokenizer,
+    compare_tokenizers,
+    tokenizer_files,
+    tokenizer_fingerprint,
+)
+from dspark.errors import UserError
 from tests import chat_tokenizers as small
 
 
@@ -104,3 +112,35 @@ def test_rules_count_although_the_vocabulary_is_equal() -> None:
 
     assert refused(plain(), edited(plain(), merges)) == "merges differ from number 4 on"
     assert refused(plain(), edited(plain(), digits)) == "their pre_tokenizer differs"
+
+
+def stored(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    for name, text in tokenizer_files(tokenizer, small.CHATML).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_a_drafter_folder_names_the_first_id_that_differs(tmp_path: Path) -> None:
+    """Same sizes, two ids swapped; other special ids; the same with rows that pad the table."""
+
+    def swap(state: dict) -> None:
+        vocab = state["model"]["vocab"]
+        a, b = [token for token, i in vocab.items() if i in (300, 310)]
+        vocab[a], vocab[b] = vocab[b], vocab[a]
+
+    assert check_stored_tokenizer(tmp_path, plain()) is False  # a folder that keeps none
+    folder = stored(tmp_path, plain())
+    assert (folder / "chat_template.jinja").read_text("utf-8") == small.CHATML
+    assert check_stored_tokenizer(folder, plain()) is True
+    with pytest.raises(UserError, match="token id 300 is "):
+        check_stored_tokenizer(folder, edited(plain(), swap))
+    other = small.tokenizer(None, ["<|other|>", "<|end|>"], eos_token="<|end|>")
+    with pytest.raises(
+        UserError, match=f"token id {len(plain()) - 2} is '<|end|>' in one".replace("|", r"\|")
+    ):
+        check_stored_tokenizer(folder, other)
+    padded = small.tokenizer(None, ["<|end|>", "<|other|>", "<|x0|>"], eos_token="<|end|>")
+    assert check_stored_tokenizer(folder, padded) is True
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot be read"):
+        check_stored_tokenizer(folder, plain())

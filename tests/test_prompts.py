@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark.distill.messages import SKIP_REASONS, replace_surrogates
-from dspark.distill.prompts import PromptSet, read_prompts
+from dspark.distill.prompts import (
+    LONGEST_LINE,
+    PromptSet,
+    read_prompts,
+    scan_prompts,
+    shared_questions,
+)
+from dspark.distill.report import NOTES
 from dspark.errors import UserError
 
 USER = {"role": "user", "content": "question"}
@@ -47,7 +54,7 @@ def test_the_three_forms_become_conversations(tmp_path: Path) -> None:
     assert first.prompt == first.messages
 
 
-UNUSABLE = [
+UNUSABLE: list[tuple[object, str]] = [
     ([], "not-an-object"),
     ("text", "not-an-object"),
     ({"id": 1}, "no-prompt"),
@@ -68,6 +75,8 @@ UNUSABLE = [
     ({"messages": [{"role": "human", "content": "x"}]}, "unknown-role"),
     ({"messages": [USER, {"role": "tool", "content": "x"}]}, "tool-use"),
     ({"messages": [USER, {**ANSWER, "tool_calls": [{"name": "f"}]}]}, "tool-use"),
+    ({"messages": [USER, ANSWER], "tools": [{"name": "f"}]}, "tool-use"),
+    ({"prompt": "a", "functions": [{"name": "f"}]}, "tool-use"),
     ({"messages": ["hi"]}, "bad-message"),
     ({"messages": [{"content": "x"}]}, "bad-message"),
     ({"messages": {"role": "user"}}, "bad-message"),
@@ -82,8 +91,21 @@ UNUSABLE = [
 ]
 
 
+UNREADABLE = [
+    (b'{"prompt": "a"', "not-json", "Expecting ',' delimiter, column 15"),
+    (b"prompt: a", "not-json", "Expecting value, column 1"),
+    (b'\xef\xbb\xbf{"prompt": "a"}', "not-json", "Unexpected UTF-8 BOM"),  # not the file's start
+    (b'{"prompt": "a\x00b"}', "not-json", "Invalid control character"),
+    (b'{"prompt": "\xff"}', "not-utf8", "byte 13 of the line"),
+    (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "not-json", "Exceeds the limit"),
+    (b"[" * 200_000, "not-json", "recursion"),
+    (b'{"prompt": "' + b"a" * LONGEST_LINE + b'"}', "line-too-long", ""),
+]
+
+
 def test_every_reason_has_an_input() -> None:
-    assert {reason for _, reason in UNUSABLE} == set(SKIP_REASONS)
+    found = {reason for _, reason in UNUSABLE} | {reason for _, reason, _ in UNREADABLE}
+    assert found == set(SKIP_REASONS)
 
 
 @pytest.mark.parametrize(("row", "reason"), UNUSABLE)
@@ -129,7 +151,7 @@ def test_mixed_types_and_late_fields_do_not_matter(tmp_path: Path) -> None:
     rows: list[object] = [{"id": i, "prompt": "a"} for i in range(50)]
     rows[30] = {"id": "thirty", "prompt": "a"}
     parts = [{"type": "text", "text": "one "}, "two ", {"text": "three"}]
-    rows[40] = {"messages": [{"role": "user", "content": parts}], "tools": [{"name": "f"}]}
+    rows[40] = {"messages": [{"role": "user", "content": parts}], "tools": [], "x": [{}]}
     prompts = read(tmp_path, *rows)
     assert len(prompts.rows) == 50
     assert prompts.rows[30].metadata["id"] == "thirty"
@@ -193,28 +215,88 @@ def test_repaired_text_is_always_utf8(text: str) -> None:
     assert [a for a, b in zip(fixed, text, strict=True) if a != b] == ["\ufffd"] * count
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (b'{"prompt": "a"', "not JSON"),
-        (b"prompt: a", "not JSON"),
-        (b'\xef\xbb\xbf{"prompt": "a"}', "not JSON"),  # a mark belongs to the file's start
-        (b'{"prompt": "a\x00b"}', "not JSON"),
-        (b'{"prompt": "\xff"}', "not UTF-8"),
-        (b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", "JSON that cannot be read"),
-        (b"[" * 200_000, "JSON that cannot be read"),
-    ],
-)
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_line_that_is_not_json_is_one_error_with_its_line(
-    tmp_path: Path, line: bytes, expected: str, strict: bool
+@pytest.mark.parametrize(("line", "reason", "detail"), UNREADABLE)
+def test_a_line_that_cannot_be_read_is_counted_and_strict_refuses_it(
+    tmp_path: Path, line: bytes, reason: str, detail: str
 ) -> None:
     path = tmp_path / "p.jsonl"
-    path.write_bytes(b'{"prompt": "fine"}\n\n' + line + b"\n")
+    path.write_bytes(b'{"prompt": "fine"}\n\n' + line + b'\n{"prompt": "after"}\n')
+    prompts = read_prompts([path])
+    assert [row.line for row in prompts.rows] == [1, 4]
+    (skipped,) = prompts.report.skipped
+    assert (skipped.line, skipped.reason) == (3, reason)
+    assert detail in skipped.detail
+    assert f"1 skipped, {reason}: {SKIP_REASONS[reason]} ({path}:3" in prompts.report.summary()
     with pytest.raises(UserError) as caught:
-        read_prompts([path], strict=strict)
-    assert str(caught.value).startswith(f"{path}:3: {expected}")
+        read_prompts([path], strict=True)
+    assert str(caught.value).startswith(f"{path}:3: {SKIP_REASONS[reason]}")
+    assert detail in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_longest_line_allowed_is_read_and_no_more_is_ever_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dspark.distill.prompts.LONGEST_LINE", 40)
+    monkeypatch.setattr("dspark.distill.prompts._CHUNK", 7)
+    just = json.dumps({"prompt": "x" * 25}).encode()
+    path = tmp_path / "p.jsonl"
+    assert len(just) + len(b"\n") == 40
+    path.write_bytes(just + b"\n" + b"y" * 100 + b"\n" + just + b"\n" + b"z" * 41)
+    report = read_prompts([path]).report
+    assert [(at.line, at.reason) for at in report.skipped] == [
+        (2, "line-too-long"),
+        (4, "line-too-long"),
+    ]
+    assert report.kept == 2
+
+
+def test_a_file_of_another_kind_is_one_line_that_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    for content, said in (
+        ("[\n" + '{"prompt": "a"},\n' * 2 + "]\n", "4 skipped, not-json"),
+        ('[{"prompt": "a"}, {"prompt": "b"}]', "1 skipped, not-an-object"),
+        ("prompt,answer\na,b\n", "first: Expecting value, column 1"),
+        ('{"prompt": "a"}\n'.encode("utf-16").decode("latin-1"), "not-utf8"),
+    ):
+        path.write_bytes(content.encode("latin-1"))
+        with pytest.raises(UserError, match="no usable prompt") as caught:
+            read_prompts([path])
+        assert said in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_what_changes_no_row_is_noted(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    lines = [
+        {"prompt": "What is  2+2?", "id": 1},
+        {"prompt": "what is 2+2?", "id": "1"},
+        {"turns": ["other", "later"], "id": 1},
+        {"messages": [USER, ANSWER], "id": None},
+        {"messages": [USER], "answer": "x"},
+    ]
+    text = "\r\n".join(json.dumps(line) for line in lines)
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    report = read_prompts([path, write(tmp_path / "q.jsonl", [{"prompt": "z", "id": 1}])]).report
+    assert {note: [line for _, line in places] for note, places in report.noted.items()} == {
+        "later-turns": [3],
+        "repeated-id": [3],  # a text is not a number, and another file may count from 1 again
+        "repeated-question": [2, 5],  # the answer is not the question
+        "byte-order-mark": [1],
+        "crlf": [1, 2, 3, 4],
+    }
+    assert set(report.noted) | {"lone-surrogates"} == set(NOTES)
+    assert (report.kept, report.skipped) == (6, ())
+    assert "4 end in CRLF" in report.summary()
+    assert report.to_dict()["noted"]["crlf"]["count"] == 4
+
+
+def test_questions_in_two_files_are_found_whatever_their_case_and_answers(tmp_path: Path) -> None:
+    train = read(tmp_path, {"prompt": "a b"}, {"messages": [SYSTEM, USER, ANSWER]}, {"prompt": "c"})
+    test = [{"messages": [{"role": "user", "content": " A  B"}]}, {"messages": [SYSTEM, USER]}]
+    others = scan_prompts([write(tmp_path / "test.jsonl", test)]).rows
+    assert [line for _, line in shared_questions(train.rows, others)] == [1, 2]
+    assert shared_questions(train.rows, scan_prompts([]).rows) == ()
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:

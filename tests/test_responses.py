@@ -7,9 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from dspark.distill.answers import hold_out
+from dspark.distill.batches import derived_generator
 from dspark.distill.chat import ChatFormat, TrainingRow
 from dspark.distill.messages import Message
 from dspark.distill.prompts import PromptRow, read_prompts
@@ -182,16 +185,130 @@ def test_a_prompt_must_leave_room_for_the_minimum(k3: Pair) -> None:
     assert kept.rows[1].supervised == 2
 
 
-def test_rows_with_an_inexact_mask_are_counted_not_guessed() -> None:
-    tokenizer = small.qwen3()
-    target = target_of(tokenizer, "<|im_end|>")
-    prompts = [ask(1, "q", "a"), ask(2, "q", "a", "q", "a")]
+def test_rows_with_an_inexact_mask_are_counted_not_guessed(k3: Pair) -> None:
+    tokenizer, target = k3
     settings = replace(SETTINGS, responses="given")
+    prompts = [ask(1, "q", "a"), ask(2, "q", "ends <|end_of_msg|> here"), ask(3, "q<|sep|>")]
     rows = build_rows(target, tokenizer, prompts, settings)
     assert [row.line for row in rows.rows] == [1]
-    assert rows.dropped == {"history-rewritten": ("p.jsonl:2",)}
-    # Answered anew, the same conversation has an exact row: its history is only read.
+    assert rows.dropped == {"marker-in-text": ("p.jsonl:2", "p.jsonl:3")}
+    with pytest.raises(UserError) as caught:
+        build_rows(target, tokenizer, prompts, replace(settings, strict=True))
+    assert str(caught.value).startswith("p.jsonl:2: a turn's text holds a token")
+    assert "message 1: '<|end_of_msg|>'" in str(caught.value)
+
+
+def test_a_template_that_rewrites_history_gives_one_row_for_each_answer() -> None:
+    """Each as the target was shown it at that turn; all stay on one side of the held-out split."""
+    tokenizer = small.qwen3()
+    target = target_of(tokenizer, "<|im_end|>")
+    messages = ask(2, "q", "first", "r", "second", "s", "third").messages
+    prompts = [ask(1, "p", "a"), PromptRow("p.jsonl", 2, messages)]
+    rows = build_rows(target, tokenizer, prompts, replace(SETTINGS, responses="given"))
+    assert [row.line for row in rows.rows] == [1, 2, 2, 2]
+    assert not rows.dropped
+    chat = ChatFormat(tokenizer)
+    for row, place in zip(rows.rows[1:], (1, 3, 5), strict=True):
+        shown = chat.prompt_ids(messages[:place])
+        assert list(row.ids[: len(shown)]) == shown
+        assert row.loss_mask.index(True) == len(shown)
+        answer = [t for t, m in zip(row.ids, row.loss_mask, strict=True) if m]
+        assert chat.decode(answer) == messages[place]["content"] + "<|im_end|>"
+    split = hold_out(rows, 3, seed=0)
+    assert [row.line for row in split.held_out] in ([2, 2, 2], [1])
+    # Answered anew, the same conversation has one exact row: its history is only read.
     assert len(build_rows(target, tokenizer, prompts, SETTINGS).rows) == 2
+
+
+def test_both_ways_of_thinking_are_rows_of_their_own(k3: Pair) -> None:
+    tokenizer, target = k3
+    both = build_rows(target, tokenizer, PROMPTS, replace(SETTINGS, thinking="both"))
+    off = build_rows(target, tokenizer, PROMPTS, SETTINGS)
+    assert both.rows[: len(PROMPTS)] == off.rows
+    assert [row.line for row in both.rows] == [row.line for row in off.rows] * 2
+    chats = [ChatFormat(tokenizer, thinking=thinking) for thinking in (False, True)]
+    asked = [chat.prompt_ids(prompt.messages) for chat in chats for prompt in PROMPTS]
+    assert [list(r.ids[: r.loss_mask.index(True)]) for r in both.rows] == asked
+    assert chats[0].prompt_ids(PROMPTS[0].messages) != chats[1].prompt_ids(PROMPTS[0].messages)
+    split = hold_out(both, 4, seed=1)
+    assert len(split.held_out) == 4
+    assert len({row.line for row in split.held_out}) == 2
+    assert not {row.line for row in split.held_out} & {row.line for row in split.training}
+
+
+def test_a_given_answer_belongs_to_the_way_it_was_written(k3: Pair) -> None:
+    tokenizer, target = k3
+    thought = Message(role="assistant", content="4", reasoning_content="2 and 2")
+    prompts = [ask(1, "q", "plain"), PromptRow("p.jsonl", 2, (*ask(2, "q").messages, thought))]
+    rows = build_rows(
+        target, tokenizer, prompts, replace(SETTINGS, responses="given", thinking="both")
+    )
+    assert [row.line for row in rows.rows] == [1, 2]
+    assert not rows.dropped
+    texts = [ChatFormat(tokenizer).decode(row.ids) for row in rows.rows]
+    assert ["think" in text for text in texts] == [False, True]
+
+
+def test_thinking_without_a_switch_is_refused() -> None:
+    tokenizer = small.chatml()
+    target = target_of(tokenizer, "<|im_end|>")
+    for thinking in ("on", "both"):
+        with pytest.raises(UserError, match=f"data.thinking is {thinking}.* no thinking switch"):
+            build_rows(target, tokenizer, PROMPTS, replace(SETTINGS, thinking=thinking))
+
+
+def test_a_question_asked_twice_is_held_out_or_trained_on_but_not_both(k3: Pair) -> None:
+    tokenizer, target = k3
+    prompts = [ask(i + 1, f"apples {i % 7}") for i in range(21)]
+    rows = build_rows(target, tokenizer, prompts, SETTINGS)
+    for seed in range(8):
+        split = hold_out(rows, 6, seed)
+        held = {(row.line - 1) % 7 for row in split.held_out}
+        assert len(split.held_out) == 6
+        assert len(held) == 2
+        assert not held & {(row.line - 1) % 7 for row in split.training}
+        assert len(split.training) == 15
+    with pytest.raises(UserError, match="every prompt has more rows"):
+        hold_out(rows, 2, seed=0)
+    alone = RowSet(rows.rows[:7], {})
+    order = torch.randperm(7, generator=derived_generator(3, "held out")).tolist()
+    assert hold_out(alone, 3, 3).held_out == tuple(alone.rows[i] for i in sorted(order[:3]))
+
+
+def test_rows_that_are_linked_through_a_third_stay_together() -> None:
+    """a and b share a line, b and c a prompt: c must not be trained on when a is held out."""
+
+    def row(ids: tuple[int, ...], line: int) -> TrainingRow:
+        return TrainingRow(ids, (False, False, True), "target", "p", line)
+
+    linked = [row((1, 1, 5), 1), row((3, 3, 5), 3), row((2, 2, 5), 1), row((2, 2, 6), 2)]
+    rows = RowSet((*linked, *(row((9, i, 5), 10 + i) for i in range(4))), {})
+    for seed in range(12):
+        held = {row.line for row in hold_out(rows, 4, seed).held_out}
+        assert not held & {1, 2} or held >= {1, 2}
+
+
+def test_rows_cut_at_the_end_are_counted(k3: Pair) -> None:
+    tokenizer, target = k3
+    prompts = [ask(1, "q", "0123456789" * 9), ask(2, "q", "short")]
+    settings = replace(SETTINGS, responses="given", max_length=70)
+    rows = build_rows(target, tokenizer, prompts, settings)
+    assert rows.cut == 1
+    assert "1 cut at max_length" in rows.summary()
+
+
+def test_a_broken_template_is_blamed_and_not_the_prompt_file() -> None:
+    for template, said in (
+        ("{% for m in messages %}{{ m.content }}", "Unexpected end of template"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+        ("{{ nothing.at.all }}", "'nothing' is undefined"),
+    ):
+        tokenizer = small.tokenizer(template, ["<|im_end|>"], eos_token="<|im_end|>")
+        target = target_of(tokenizer, "<|im_end|>")
+        with pytest.raises(UserError, match="cannot render a plain user turn") as caught:
+            build_rows(target, tokenizer, [ask(1, "q", "a")], SETTINGS)
+        assert said in str(caught.value)
+        assert "p.jsonl" not in str(caught.value)
 
 
 def test_another_models_template_is_refused_with_a_decoded_row() -> None:
@@ -259,6 +376,7 @@ def test_progress_counts_prompts_and_tokens(k3: Pair) -> None:
         {"batch_size": 0},
         {"max_length": 2},
         {"responses": "both"},
+        {"thinking": "maybe"},
     ],
 )
 def test_wrong_settings_are_user_errors(wrong: dict[str, object]) -> None:
@@ -312,7 +430,7 @@ def test_a_cache_made_otherwise_is_refused_by_name(k3: Pair, tmp_path: Path) -> 
         "prompts": cache_key("weights", tokenizer, PROMPTS[:5], SETTINGS),
         "seed": cache_key("weights", tokenizer, PROMPTS, replace(SETTINGS, seed=5)),
         "temperature": cache_key("weights", tokenizer, PROMPTS, replace(SETTINGS, temperature=0.0)),
-        "thinking": cache_key("weights", tokenizer, PROMPTS, replace(SETTINGS, thinking=True)),
+        "thinking": cache_key("weights", tokenizer, PROMPTS, replace(SETTINGS, thinking="on")),
     }
     for name, other in others.items():
         with pytest.raises(UserError, match=f"made with another .*{name}"):
@@ -324,7 +442,12 @@ def test_a_damaged_cache_is_refused(tmp_path: Path) -> None:
     row = TrainingRow((1, 2), (False, True))
     rows_to_jsonl(path, RowSet((row, row), {}), {})
     whole = path.read_text()
-    for broken in ("", whole[:-20], "\n".join(whole.splitlines()[:2]), whole.replace("-1", "-0")):
+    for broken in (
+        "",
+        whole[:-20],
+        "\n".join(whole.splitlines()[:2]),
+        whole.replace("rows-2", "rows-1"),
+    ):
         path.write_text(broken)
         with pytest.raises(UserError, match="not a complete row cache"):
             rows_from_jsonl(path, {})

@@ -10,8 +10,12 @@ says it. For an assistant turn i of messages m, with R the rendered and tokenise
 
 White space that a template puts after the end-of-turn token is not supervised: generation has
 stopped before it. This is right only if p is a prefix of f and f of R(m), in token ids. Templates
-that rewrite history (dropping earlier thinking) break that; such a row raises ``RowError`` and is
-counted by the caller. A mask is exact or absent, never approximate.
+that rewrite history (dropping earlier thinking) break the second; then each assistant turn becomes
+a row of its own, f with that one turn supervised, as the target was shown it. Where no row is exact
+``RowError`` is raised and counted by the caller. A mask is exact or absent, never approximate.
+
+Text that holds a token which the template puts around turns is refused: tokenised, it would end
+the turn it stands in.
 
 No system message is added to what the template does by itself, and no special token is added by
 the tokenizer: the template writes its own beginning-of-sequence token, once.
@@ -19,16 +23,17 @@ the tokenizer: the template writes its own beginning-of-sequence token, once.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, cast
 
-from jinja2.exceptions import TemplateError
-
 from dspark.distill.messages import Message
+from dspark.distill.templates import chat_template, label
 from dspark.errors import UserError
 
 if TYPE_CHECKING:
@@ -40,7 +45,11 @@ ROW_ERRORS: dict[str, str] = {
     "(thinking switched on or off against the data?)",
     "history-rewritten": "the template writes an earlier turn differently once others follow",
     "boundary-merged": "the tokenizer merges text across the edge of an assistant turn",
+    "marker-in-text": "a turn's text holds a token that the template sets turns apart with",
 }
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x80-\x9f]")
+_PROBE = (Message(role="user", content="a"),)
+_ANSWER = Message(role="assistant", content="b", reasoning_content="c")
 
 
 class RowError(UserError):
@@ -49,6 +58,7 @@ class RowError(UserError):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{ROW_ERRORS[reason]}: {detail}")
         self.reason = reason
+        self.detail = detail
 
 
 @dataclass(frozen=True)
@@ -88,42 +98,80 @@ class ChatFormat:
 
     Distilling, evaluating and benchmarking share it, so prompts are the same everywhere.
     ``thinking`` reaches the template as ``enable_thinking`` and as ``thinking``, the two names in
-    use. Raises ``UserError`` when the tokenizer has no chat template.
+    use; ``template`` is described in ``templates.py``. Raises ``UserError`` when there is no
+    template, or one that cannot render a plain question: that is no fault of any prompt file.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, thinking: bool = False) -> None:
-        if not tokenizer.chat_template:
-            raise UserError(
-                f"{tokenizer.name_or_path or 'tokenizer'}: has no chat template; "
-                "add chat_template.jinja to its folder"
-            )
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        thinking: bool = False,
+        template: str | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.thinking = thinking
+        self.template = chat_template(tokenizer, template)
+        added = tokenizer.added_tokens_decoder
         self._special = {
             *tokenizer.all_special_ids,
-            *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special),
+            *(i for i, token in added.items() if token.special),
         }
+        try:
+            asked = self._render(_PROBE, generation_prompt=False)
+            self._render(_PROBE, generation_prompt=True)
+        except RowError as problem:
+            raise UserError(
+                f"{template or label(tokenizer)}: the chat template cannot render a plain user "
+                f"turn ({problem.detail}); mend it, or name another in data.template"
+            ) from None
+        shown = set(self._encode(asked))
+        self._markers = sorted(
+            {added[i].content for i in shown & added.keys() if added[i].content.strip()}
+        )
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the template and the thinking switch: equal means equal prompts."""
-        content = json.dumps([self.tokenizer.get_chat_template(), self.thinking])
+        """SHA-256 of the template and the thinking switch: equal means equal prompts.
+
+        A default system message is part of the template, and so of this.
+        """
+        content = json.dumps([self.template, self.thinking])
         return hashlib.sha256(content.encode()).hexdigest()
+
+    @property
+    def has_thinking_switch(self) -> bool:
+        """Whether thinking on or off makes any difference to this template."""
+        other = copy.copy(self)
+        other.thinking = not self.thinking
+        return any(
+            self._render(messages, generation_prompt=prompt)
+            != other._render(messages, generation_prompt=prompt)
+            for messages, prompt in ((_PROBE, True), ((*_PROBE, _ANSWER), False))
+        )
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Ids that the target is shown before it answers; raises ``RowError``."""
+        self._refuse_markers(messages)
         return self._encode(self._render(messages, generation_prompt=True))
 
     def training_row(self, messages: Sequence[Message]) -> TrainingRow:
         """Row in which every assistant turn is supervised; raises ``RowError`` (see the file)."""
-        text = self._render(messages, generation_prompt=False)
-        ids = self._encode(text)
-        mask = [False] * len(ids)
-        for place, message in enumerate(messages):
-            if message["role"] == "assistant":
-                start, stop = self._turn(messages, place, text, ids)
-                mask[start:stop] = [True] * (stop - start)
-        return TrainingRow(tuple(ids), tuple(mask))
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        return self._row(messages, turns)
+
+    def training_rows(self, messages: Sequence[Message]) -> list[TrainingRow]:
+        """One row for all assistant turns, or one for each where the template rewrites history.
+
+        Raises ``RowError`` if a mask cannot be exact either way.
+        """
+        try:
+            return [self.training_row(messages)]
+        except RowError as problem:
+            if problem.reason != "history-rewritten":
+                raise
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        return [self._row(messages[: place + 1], [place]) for place in turns]
 
     def spans(self, row: TrainingRow) -> list[tuple[bool, str]]:
         """The row as decoded stretches in order, each with whether it is supervised."""
@@ -141,9 +189,14 @@ class ChatFormat:
 
         styles = {True: "reverse green", False: "dim"}
         return "".join(
-            f"[{styles[supervised]}]{escape(text)}[/{styles[supervised]}]"
+            f"[{styles[supervised]}]{escape(printable(text))}[/{styles[supervised]}]"
             for supervised, text in self.spans(row)
         )
+
+    def marked_row(self, row: TrainingRow) -> str:
+        """Decoded row as plain text: supervised text between ⟦ and ⟧."""
+        spans = ((supervised, printable(text)) for supervised, text in self.spans(row))
+        return "".join(f"⟦{text}⟧" if supervised else text for supervised, text in spans)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids``, special tokens written out and spaces left alone."""
@@ -153,6 +206,23 @@ class ChatFormat:
                 list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
             ),
         )
+
+    def _row(self, messages: Sequence[Message], turns: Iterable[int]) -> TrainingRow:
+        self._refuse_markers(messages)
+        text = self._render(messages, generation_prompt=False)
+        ids = self._encode(text)
+        mask = [False] * len(ids)
+        for place in turns:
+            start, stop = self._turn(messages, place, text, ids)
+            mask[start:stop] = [True] * (stop - start)
+        return TrainingRow(tuple(ids), tuple(mask))
+
+    def _refuse_markers(self, messages: Sequence[Message]) -> None:
+        for place, message in enumerate(messages):
+            text = message["content"] + message.get("reasoning_content", "")
+            found = [marker for marker in self._markers if marker in text]
+            if found:
+                raise RowError("marker-in-text", f"message {place}: {found[0]!r}")
 
     def _turn(
         self, messages: Sequence[Message], place: int, text: str, ids: list[int]
@@ -185,14 +255,39 @@ class ChatFormat:
                 str,
                 self.tokenizer.apply_chat_template(
                     list(messages),
+                    chat_template=self.template,
                     tokenize=False,
                     add_generation_prompt=generation_prompt,
                     enable_thinking=self.thinking,
                     thinking=self.thinking,
                 ),
             )
-        except TemplateError as problem:
+        except Exception as problem:  # a template is a program: its own refusal, or any fault
             raise RowError("template-refused", str(problem)) from problem
 
     def _encode(self, text: str) -> list[int]:
         return cast(list[int], self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def chat_formats(
+    tokenizer: PreTrainedTokenizerBase, thinking: str = "off", template: str | None = None
+) -> tuple[ChatFormat, ...]:
+    """The format of every way in which prompts are asked, ``thinking`` being off, on or both.
+
+    Raises ``UserError`` when thinking is asked for and the template has no such switch.
+    """
+    without = ChatFormat(tokenizer, template=template)
+    if thinking == "off":
+        return (without,)
+    if not without.has_thinking_switch:
+        raise UserError(
+            f"data.thinking is {thinking}: the chat template of {label(tokenizer)} has no thinking "
+            "switch; set it to off"
+        )
+    with_thinking = ChatFormat(tokenizer, thinking=True, template=template)
+    return (with_thinking,) if thinking == "on" else (without, with_thinking)
+
+
+def printable(text: str) -> str:
+    """`text` with control characters as pictures of them: a row cannot command a terminal."""
+    return _CONTROL.sub(lambda found: chr(0x2400 + ord(found[0]) % 128), text)

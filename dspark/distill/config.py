@@ -14,7 +14,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -175,11 +175,23 @@ def _coerce(section: str, key: str, value: Any, where: str) -> Any:
         if get_origin(hint) is tuple:
             items = value if isinstance(value, (list, tuple)) else [value]
             return tuple(_scalar(get_args(hint)[0], item) for item in items)
+        if get_origin(hint) is Literal:
+            return _choice(get_args(hint), value)
         return _scalar(hint, value)
     except (TypeError, ValueError):
-        name = str(hint).replace("<class '", "").replace("'>", "")
+        choices = get_args(hint) if get_origin(hint) is Literal else ()
+        name = ", ".join(choices) or str(hint).replace("<class '", "").replace("'>", "")
         either = f"{name} or null" if optional else name
         raise UserError(f"{where}{section}.{key} is {value!r}: expected {either}") from None
+
+
+def _choice(choices: tuple[str, ...], value: Any) -> str:
+    """One of `choices`; YAML 1.1 reads a bare on or off as a truth value."""
+    if isinstance(value, bool):
+        value = "on" if value else "off"
+    if value not in choices:
+        raise ValueError
+    return str(value)
 
 
 def _scalar(kind: type, value: Any) -> Any:

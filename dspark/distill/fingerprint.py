@@ -5,17 +5,26 @@ drafts nonsense. So the whole mapping is compared: token of every id, merges in 
 before and after the model (normaliser, pre-tokenizer, post-processor), and the special ids. Rows
 that only pad the table at its end (special tokens after the last shared id) never appear in text
 and are allowed, as is another padding token.
+
+A drafter folder keeps the tokenizer and the chat template it was trained with: a few megabytes
+beside gigabytes of weights, and the only way to say *which* id differs. Folders from elsewhere may
+hold neither; then hashes, where they were recorded, tell at least that something differs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from dspark.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _PIPELINE = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _SPECIAL = ("bos_token_id", "eos_token_id", "unk_token_id")
 
@@ -53,6 +62,39 @@ def compare_tokenizers(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -
     if special:
         return f"token id {special[0]} is special in only one of them"
     return _compare_rules(_rules(a), _rules(b))
+
+
+def tokenizer_files(tokenizer: PreTrainedTokenizerBase, template: str) -> dict[str, str]:
+    """Name -> text of what a drafter folder keeps: the tokenizer, and the template rendered with."""
+    with tempfile.TemporaryDirectory() as name:
+        tokenizer.save_pretrained(name)
+        found = {file: Path(name) / file for file in TOKENIZER_FILES}
+        texts = {
+            file: path.read_text(encoding="utf-8") for file, path in found.items() if path.is_file()
+        }
+    return {**texts, "chat_template.jinja": template}
+
+
+def check_stored_tokenizer(folder: Path | str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the drafter in `folder` keeps a tokenizer; raises UserError if it is another one.
+
+    The message names the first id that differs.
+    """
+    if not (Path(folder) / "tokenizer.json").is_file():
+        return False
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        stored = PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise UserError(f"{folder}: its tokenizer.json cannot be read ({error!r})") from None
+    difference = compare_tokenizers(stored, tokenizer)
+    if difference:
+        raise UserError(
+            f"{folder}: drafts for another tokenizer than the target's: {difference} (the "
+            "drafter's first); use the target that it was trained for"
+        )
+    return True
 
 
 def _compare_rules(a: dict[str, Any], b: dict[str, Any]) -> str | None:

@@ -18,6 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 SKIP_REASONS: dict[str, str] = {
+    "line-too-long": "the line is longer than 16 MiB",
+    "not-utf8": "the line is not UTF-8; save the file as UTF-8",
+    "not-json": "the line is not JSON; expected one JSON object a line",
     "not-an-object": "the line is JSON but not an object",
     "no-prompt": "none of the fields prompt, turns and messages is there",
     "several-forms": "more than one of the fields prompt, turns and messages is there",
@@ -31,7 +34,7 @@ SKIP_REASONS: dict[str, str] = {
     "adjacent-assistant": "two assistant turns follow each other",
     "misplaced-system": "a system message stands after the first place",
     "unknown-role": "a role other than system, user and assistant",
-    "tool-use": "tool calls and tool results are not supported",
+    "tool-use": "tool declarations, calls and results are not supported",
     "bad-message": "a message is not an object with role and content",
     "bad-content": "content is neither text nor a list of parts",
     "unsupported-part": "a content part is not text",
@@ -55,6 +58,7 @@ class SkipRow(Exception):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(SKIP_REASONS[reason] + (f" ({detail})" if detail else ""))
         self.reason = reason
+        self.detail = detail
 
 
 def user_turn(text: object) -> tuple[Message, ...]:

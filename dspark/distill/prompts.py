@@ -8,12 +8,14 @@ One JSON object a line, with exactly one of
 
 Later ``turns`` would need the target's own answers in between, so they are left out, as in
 DeepSpec's evaluation, and counted. ``id``, ``answer`` and ``family`` are kept when they are
-scalars; every other field is ignored. Strings stay strings: only the standard JSON reader touches
-them, so a date or a quoted number arrives as it was written.
+scalars; of the other fields only a declaration of ``tools`` counts, since it would change what the
+target is shown. Strings stay strings: only the standard JSON reader touches them, so a date or a
+quoted number arrives as it was written.
 
-A line that is not JSON is an error with its file and line. A line that is JSON but no usable
-conversation (see ``messages.py``) is skipped and counted with its line, or, with ``strict``, an
-error as well. Blank lines, CRLF line ends and a byte order mark at the start are fine.
+A line that is no usable conversation (see ``messages.py``) is skipped and counted with its reason
+and place, or, with ``strict``, is an error. Files are read line by line: neither a large file nor
+one without line breaks is ever held whole. Blank lines are nothing. What changes no row is noted:
+CRLF line ends, a byte order mark at the start, an id or a question that occurs again (``report``).
 """
 
 from __future__ import annotations
@@ -24,20 +26,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dspark.distill.messages import (
-    SKIP_REASONS,
     Message,
     SkipRow,
     conversation,
     replace_surrogates,
     user_turn,
 )
+from dspark.distill.report import Places, ReadReport, Recorder
 from dspark.errors import UserError
 
 Scalar = str | int | float | bool
 FORMS = ("prompt", "turns", "messages")
 METADATA_FIELDS = ("id", "answer", "family")
+TOOL_FIELDS = ("tools", "functions")
+LONGEST_LINE = 16 << 20
+"""Bytes. A longer line is a file of another format, or one that lost its line breaks."""
+
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_LINES_SHOWN = 8
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -59,46 +65,15 @@ class PromptRow:
         """The conversation up to the last user turn: what the target is asked."""
         return self.messages[:-1] if self.has_response else self.messages
 
+    @property
+    def thinks(self) -> bool:
+        """Whether an assistant turn carries reasoning: it was then written with thinking on."""
+        return any(message.get("reasoning_content") for message in self.messages)
 
-@dataclass(frozen=True)
-class SkippedLine:
-    """A line that was JSON but not usable; ``reason`` is a key of ``SKIP_REASONS``."""
-
-    file: str
-    line: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class ReadReport:
-    """What became of every non-blank line."""
-
-    read: int
-    kept: int
-    skipped: tuple[SkippedLine, ...]
-    repaired: tuple[tuple[str, int], ...]  # lines in which lone surrogates became U+FFFD
-    later_turns: int  # rows whose second and later turns were left out
-
-    def by_reason(self) -> dict[str, tuple[SkippedLine, ...]]:
-        """Skipped lines by reason, in the order of ``SKIP_REASONS``."""
-        grouped = {
-            reason: tuple(line for line in self.skipped if line.reason == reason)
-            for reason in SKIP_REASONS
-        }
-        return {reason: lines for reason, lines in grouped.items() if lines}
-
-    def summary(self) -> str:
-        """One line of totals, then one line for each thing that a reader should know."""
-        out = [f"{self.read} rows read, {self.kept} kept, {len(self.skipped)} skipped"]
-        for reason, lines in self.by_reason().items():
-            places = _places([(line.file, line.line) for line in lines])
-            out.append(f"  {len(lines)} skipped, {reason}: {SKIP_REASONS[reason]} ({places})")
-        if self.repaired:
-            places = _places(self.repaired)
-            out.append(f"  {len(self.repaired)} with lone surrogates, now U+FFFD ({places})")
-        if self.later_turns:
-            out.append(f"  {self.later_turns} with more than one turn: only the first is used")
-        return "\n".join(out)
+    @property
+    def question(self) -> str:
+        """The prompt's text without regard to case and white space, to find the same one again."""
+        return "\x00".join(" ".join(turn["content"].casefold().split()) for turn in self.prompt)
 
 
 @dataclass(frozen=True)
@@ -112,64 +87,90 @@ class PromptSet:
 def read_prompts(files: Sequence[Path], *, strict: bool = False) -> PromptSet:
     """Read prompt files.
 
-    Raises ``UserError`` for a file that cannot be read, a line that is not JSON, the first
-    unusable row when ``strict``, or when no usable row is left.
+    Raises ``UserError`` for a file that cannot be read, the first unusable row when ``strict``, or
+    when no usable row is left.
     """
-    rows: list[PromptRow] = []
-    skipped: list[SkippedLine] = []
-    repaired: list[tuple[str, int]] = []
-    later_turns = 0
-    lines = ((str(path), *item) for path in files for item in _json_lines(Path(path)))
-    for file, line, value in lines:
-        try:
-            messages, dropped_turns = _parse(value)
-        except SkipRow as problem:
-            if strict:
-                message = f"{file}:{line}: {problem}; strict reading skips nothing"
-                raise UserError(message) from None
-            skipped.append(SkippedLine(file, line, problem.reason))
-            continue
-        messages, metadata, replaced = _repair(messages, value)
-        if replaced:
-            repaired.append((file, line))
-        later_turns += dropped_turns
-        rows.append(PromptRow(file, line, messages, metadata))
-    read = len(rows) + len(skipped)
-    report = ReadReport(read, len(rows), tuple(skipped), tuple(repaired), later_turns)
-    if not rows:
+    prompts = scan_prompts(files, strict=strict)
+    if not prompts.rows:
         names = ", ".join(str(path) for path in files) or "no files were given"
-        summary = "; ".join(line.strip() for line in report.summary().splitlines())
+        summary = "; ".join(line.strip() for line in prompts.report.summary().splitlines())
         raise UserError(f"{names}: no usable prompt; {summary}")
-    return PromptSet(tuple(rows), report)
+    return prompts
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, object]]:
-    """Yield (line number, value); bytes are split at LF only, so U+2028 in a string is safe."""
+def scan_prompts(files: Sequence[Path], *, strict: bool = False) -> PromptSet:
+    """``read_prompts`` for who wants to see the report even if nothing is usable."""
+    rows: list[PromptRow] = []
+    seen = Recorder()
+    for path in files:
+        for line, data in _lines(Path(path), seen):
+            try:
+                row = _row(str(path), line, data, seen)
+            except SkipRow as problem:
+                if strict:
+                    message = f"{path}:{line}: {problem}; strict reading skips nothing"
+                    raise UserError(message) from None
+                seen.skip(str(path), line, problem.reason, problem.detail)
+            else:
+                seen.repeats(str(path), line, row.metadata.get("id"), row.question)
+                rows.append(row)
+    return PromptSet(tuple(rows), seen.report(len(rows)))
+
+
+def shared_questions(rows: Sequence[PromptRow], others: Sequence[PromptRow]) -> Places:
+    """Places of ``rows`` whose question ``others`` ask too: no measurement of one on the other."""
+    asked = {row.question for row in others}
+    return tuple((row.file, row.line) for row in rows if row.question in asked)
+
+
+def _row(file: str, line: int, data: bytes | None, seen: Recorder) -> PromptRow:
+    """The conversation of one line; raises ``SkipRow``."""
+    value = _json_value(data)
+    messages, dropped_turns = _parse(value)
+    messages, metadata, replaced = _repair(messages, value)
+    if replaced:
+        seen.note("lone-surrogates", file, line)
+    if dropped_turns:
+        seen.note("later-turns", file, line)
+    return PromptRow(file, line, messages, metadata)
+
+
+def _lines(path: Path, seen: Recorder) -> Iterator[tuple[int, bytes | None]]:
+    """Yield (line number, bytes), None for a line that is too long; blank lines left out.
+
+    Bytes are split at LF only, so U+2028 in a string is safe.
+    """
     try:
-        content = path.read_bytes()
+        with path.open("rb") as stream:
+            number = 0
+            while data := stream.readline(LONGEST_LINE + 1):
+                number += 1
+                if number == 1 and data.startswith(_BYTE_ORDER_MARK):
+                    seen.note("byte-order-mark", str(path), number)
+                    data = data.removeprefix(_BYTE_ORDER_MARK)
+                if len(data) > LONGEST_LINE:
+                    while not data.endswith(b"\n") and (data := stream.readline(_CHUNK)):
+                        pass
+                    yield number, None
+                elif data.strip():
+                    if data.endswith(b"\r\n"):
+                        seen.note("crlf", str(path), number)
+                    yield number, data.rstrip(b"\r\n")
     except OSError as problem:
         raise UserError(f"{path}: cannot be read ({problem.strerror})") from problem
-    lines = content.removeprefix(_BYTE_ORDER_MARK).split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield number, _json_value(path, number, line)
 
 
-def _json_value(path: Path, number: int, data: bytes) -> object:
+def _json_value(data: bytes | None) -> object:
+    if data is None:
+        raise SkipRow("line-too-long")
     try:
         return json.loads(data.decode("utf-8"))
     except UnicodeDecodeError as problem:
-        raise UserError(
-            f"{path}:{number}: not UTF-8 (byte {problem.start + 1} of the line); "
-            "save the file as UTF-8"
-        ) from problem
+        raise SkipRow("not-utf8", f"byte {problem.start + 1} of the line") from problem
     except json.JSONDecodeError as problem:
-        raise UserError(
-            f"{path}:{number}: not JSON ({problem.msg}, column {problem.colno}); "
-            "expected one JSON object a line with prompt, turns or messages"
-        ) from problem
+        raise SkipRow("not-json", f"{problem.msg}, column {problem.colno}") from problem
     except (ValueError, RecursionError) as problem:  # huge integers, absurd nesting
-        raise UserError(f"{path}:{number}: JSON that cannot be read ({problem})") from problem
+        raise SkipRow("not-json", str(problem)) from problem
 
 
 def _parse(value: object) -> tuple[tuple[Message, ...], bool]:
@@ -181,6 +182,9 @@ def _parse(value: object) -> tuple[tuple[Message, ...], bool]:
         raise SkipRow("text-form") if isinstance(value.get("text"), str) else SkipRow("no-prompt")
     if len(forms) > 1:
         raise SkipRow("several-forms", " and ".join(forms))
+    declared = [name for name in TOOL_FIELDS if value.get(name)]
+    if declared:
+        raise SkipRow("tool-use", f"field {declared[0]}")
     content = value[forms[0]]
     if forms[0] == "messages":
         return conversation(content), False
@@ -216,14 +220,3 @@ def _repair(
         elif isinstance(item, (int, float)):
             metadata[name] = item
     return tuple(clean), metadata, total
-
-
-def _places(lines: Sequence[tuple[str, int]]) -> str:
-    """``file:3, file:9, ... and 12 more`` with the file named once while it stays the same."""
-    parts = []
-    last = None
-    for file, line in lines[:_LINES_SHOWN]:
-        parts.append(str(line) if file == last else f"{file}:{line}")
-        last = file
-    more = len(lines) - _LINES_SHOWN
-    return ", ".join(parts) + (f" and {more} more" if more > 0 else "")

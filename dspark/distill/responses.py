@@ -7,9 +7,11 @@ A drafter learns to say what its target says, so the target writes the answers. 
 
 Conversations that end with an assistant turn either keep it (``responses="given"``, masked by the
 template, every assistant turn supervised) or have that last turn answered anew
-(``"regenerate"``); all others are answered. Order of filters: template, then truncation to
-``max_length``, then the count of supervised tokens, so that a row which loses its answer to
-truncation is seen and dropped. Every dropped row is counted by reason and named.
+(``"regenerate"``); all others are answered, with ``thinking="both"`` once each way. A given answer
+belongs to one way: thinking, if it carries reasoning. Order of filters: template, then truncation
+to ``max_length``, then the count of supervised tokens, so that a row which loses its answer to
+truncation is seen and dropped. Every dropped row is counted by reason and named; with ``strict``
+the first is an error, before the target is asked anything.
 
 Each prompt draws from a generator of its own, chosen by ``seed`` and its place in the list, and
 rows come back in the order of the prompts: the batch size and the order in which batches are
@@ -23,16 +25,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from dspark.distill.chat import ChatFormat, RowError, TrainingRow
+from dspark.distill.chat import ChatFormat, RowError, TrainingRow, chat_formats
 from dspark.distill.fingerprint import tokenizer_fingerprint
 from dspark.distill.prompts import PromptRow
 from dspark.distill.rows import (
     DROP_REASONS,
     RowSet,
+    check_given,
     check_supervised_share,
-    check_target_format,
     prompts_digest,
 )
+from dspark.distill.templates import THINKING
 from dspark.errors import UserError
 from dspark.runtime.plain import generate_batch
 from dspark.runtime.sampling import SamplingParams
@@ -45,6 +48,12 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int, int], None]
 """Called after every batch with (prompts answered, prompts to answer, tokens emitted so far)."""
 
+Job = tuple[PromptRow, ChatFormat]
+"""One prompt in one way of asking it."""
+
+Drop = tuple[str, str]
+"""(key of ``DROP_REASONS``, detail)."""
+
 RESPONSES = ("regenerate", "given")
 
 
@@ -56,7 +65,9 @@ class ResponseSettings:
     max_length      longest row, in tokens; longer rows lose their end
     min_supervised  rows with fewer supervised tokens are dropped; two make one anchor and its label
     batch_size      prompts answered at once; changes speed and memory only
-    thinking        thinking switch of the chat template
+    thinking        thinking switch of the chat template: off, on or both
+    template        chat template: a file or a shipped name; None: the tokenizer's own
+    strict          the first row that would be dropped for what its file says is an error
     """
 
     temperature: float = 1.0
@@ -68,7 +79,9 @@ class ResponseSettings:
     seed: int = 0
     batch_size: int = 16
     responses: str = "regenerate"
-    thinking: bool = False
+    thinking: str = "off"
+    template: str | None = None
+    strict: bool = False
 
     def __post_init__(self) -> None:
         SamplingParams(self.temperature, self.top_p, self.top_k)
@@ -82,6 +95,8 @@ class ResponseSettings:
             )
         if self.responses not in RESPONSES:
             raise UserError(f"responses is {self.responses!r}: expected {' or '.join(RESPONSES)}")
+        if self.thinking not in THINKING:
+            raise UserError(f"thinking is {self.thinking!r}: expected {', '.join(THINKING)}")
 
     @property
     def sampling(self) -> SamplingParams:
@@ -101,30 +116,30 @@ def build_rows(
     Raises ``UserError`` when a file of given answers has 0 % or 100 % supervised tokens or is
     written in another chat format than the target's, and when no row is left.
     """
-    chat = ChatFormat(tokenizer, thinking=settings.thinking)
-    given, asked, dropped = _read(chat, prompts, settings)
-    check_supervised_share(list(given.values()), chat)
-    check_target_format(list(given.values()), chat, target)
+    formats = chat_formats(tokenizer, settings.thinking, settings.template)
+    jobs = [(prompt, chat) for chat in formats for prompt in prompts]
+    given, asked, dropped = _read(jobs, settings)
+    check_given([row for rows in given.values() for row in rows], formats[0], target)
 
     rows = dict(given)
     for index, answer in _answers(target, asked, settings, on_progress):
         ids = (*asked[index], *answer)
         mask = (False,) * len(asked[index]) + (True,) * len(answer)
-        rows[index] = _at(prompts[index], TrainingRow(ids, mask, "target"))
-
-    kept = []
-    for index in sorted(rows):
-        row = rows[index].truncated(settings.max_length)
-        if row.supervised < settings.min_supervised:
-            dropped[index] = "too-few-supervised"
-        else:
-            kept.append(row)
-    answered = (row for row in kept if row.provenance == "target")
-    ended = sum(row.ids[-1] in target.end_token_ids for row in answered)
-    row_set = RowSet(tuple(kept), _by_reason(prompts, dropped), ended)
-    if not kept:
-        raise UserError(_nothing_left(row_set, settings))
+        rows[index] = [_at(jobs[index][0], TrainingRow(ids, mask, "target"))]
+    row_set = _keep(rows, jobs, dropped, settings, target)
+    if not row_set.rows:
+        raise UserError(_nothing_left(row_set, dropped, settings))
     return row_set
+
+
+def read_given(
+    prompts: Sequence[PromptRow], formats: Sequence[ChatFormat], settings: ResponseSettings
+) -> tuple[RowSet, list[tuple[PromptRow, list[int]]]]:
+    """Rows of given answers, and prompt ids of the rest: ``build_rows`` without a target."""
+    jobs = [(prompt, chat) for chat in formats for prompt in prompts]
+    given, asked, dropped = _read(jobs, settings)
+    check_supervised_share([row for rows in given.values() for row in rows], formats[0])
+    return _keep(given, jobs, dropped, settings), [(jobs[i][0], ids) for i, ids in asked.items()]
 
 
 def cache_key(
@@ -135,40 +150,94 @@ def cache_key(
 ) -> dict[str, Any]:
     """Everything that decides the rows, for ``rows_to_jsonl`` and ``rows_from_jsonl``.
 
-    The batch size is left out, since it decides nothing. ``target_fingerprint`` names the weights.
+    Batch size and strictness are left out, since they decide nothing; the template's text stands
+    for its name. ``target_fingerprint`` names the weights.
     """
     choices = asdict(settings)
-    del choices["batch_size"]
+    for name in ("batch_size", "strict", "template"):
+        del choices[name]
+    formats = chat_formats(tokenizer, settings.thinking, settings.template)
     return {
         "target": target_fingerprint,
         "tokenizer": tokenizer_fingerprint(tokenizer),
-        "template": ChatFormat(tokenizer, thinking=settings.thinking).fingerprint,
+        "template": formats[0].fingerprint,
         "prompts": prompts_digest(prompts),
         **choices,
     }
 
 
 def _read(
-    chat: ChatFormat, prompts: Sequence[PromptRow], settings: ResponseSettings
-) -> tuple[dict[int, TrainingRow], dict[int, list[int]], dict[int, str]]:
+    jobs: Sequence[Job], settings: ResponseSettings
+) -> tuple[dict[int, list[TrainingRow]], dict[int, list[int]], dict[int, Drop]]:
     """Rows with a given answer, prompt ids of those to answer, reasons of those dropped."""
-    given: dict[int, TrainingRow] = {}
+    given: dict[int, list[TrainingRow]] = {}
     asked: dict[int, list[int]] = {}
-    dropped: dict[int, str] = {}
-    for index, prompt in enumerate(prompts):
+    dropped: dict[int, Drop] = {}
+    both = len({chat.thinking for _, chat in jobs}) > 1
+    for index, (prompt, chat) in enumerate(jobs):
+        keep = prompt.has_response and settings.responses == "given"
+        if keep and both and chat.thinking != prompt.thinks:
+            continue
         try:
-            if prompt.has_response and settings.responses == "given":
-                given[index] = _at(prompt, chat.training_row(prompt.messages))
+            if keep:
+                rows = chat.training_rows(prompt.messages)
+                given[index] = [_at(prompt, row) for row in rows]
                 continue
             ids = chat.prompt_ids(prompt.prompt)
         except RowError as problem:
-            dropped[index] = problem.reason
-            continue
-        if len(ids) + settings.min_supervised > settings.max_length:
-            dropped[index] = "prompt-too-long"
+            dropped[index] = (problem.reason, problem.detail)
         else:
-            asked[index] = ids
+            if len(ids) + settings.min_supervised > settings.max_length:
+                dropped[index] = ("prompt-too-long", f"{len(ids)} tokens")
+            else:
+                asked[index] = ids
+    for index in sorted(given):
+        if all(_too_short(row, settings) for row in given[index]):
+            dropped[index] = ("too-few-supervised", "")
+    if settings.strict and dropped:
+        first = min(dropped)
+        raise UserError(f"{_place(jobs[first][0])}: {_why(dropped[first])}; strict skips nothing")
     return given, asked, dropped
+
+
+def _keep(
+    rows: dict[int, list[TrainingRow]],
+    jobs: Sequence[Job],
+    dropped: dict[int, Drop],
+    settings: ResponseSettings,
+    target: Target | None = None,
+) -> RowSet:
+    """The rows of all jobs in order, cut to length and without those that teach too little."""
+    kept: list[TrainingRow] = []
+    cut = 0
+    for index in sorted(rows):
+        long_enough = [row for row in rows[index] if not _too_short(row, settings)]
+        if not long_enough:
+            dropped[index] = ("too-few-supervised", "")
+        # how far an answer of the target overshoots depends on its batch; `ended` speaks of those
+        cut += sum(len(r.ids) > settings.max_length for r in long_enough if r.provenance == "given")
+        kept += [row.truncated(settings.max_length) for row in long_enough]
+    answered = (row for row in kept if target and row.provenance == "target")
+    ended = sum(row.ids[-1] in target.end_token_ids for row in answered) if target else 0
+    by_reason: dict[str, tuple[str, ...]] = {}
+    for reason in DROP_REASONS:
+        places = tuple(_place(jobs[i][0]) for i in sorted(dropped) if dropped[i][0] == reason)
+        if places:
+            by_reason[reason] = places
+    return RowSet(tuple(kept), by_reason, ended, cut)
+
+
+def _too_short(row: TrainingRow, settings: ResponseSettings) -> bool:
+    return row.truncated(settings.max_length).supervised < settings.min_supervised
+
+
+def _place(prompt: PromptRow) -> str:
+    return f"{prompt.file}:{prompt.line}"
+
+
+def _why(drop: Drop) -> str:
+    reason, detail = drop
+    return DROP_REASONS[reason] + (f" ({detail})" if detail else "")
 
 
 def _at(prompt: PromptRow, row: TrainingRow) -> TrainingRow:
@@ -205,21 +274,11 @@ def _answers(
             on_progress(start + len(batch), len(order), emitted)
 
 
-def _by_reason(prompts: Sequence[PromptRow], dropped: dict[int, str]) -> dict[str, tuple[str, ...]]:
-    return {
-        reason: tuple(
-            f"{prompts[index].file}:{prompts[index].line}"
-            for index in sorted(dropped)
-            if dropped[index] == reason
-        )
-        for reason in DROP_REASONS
-        if reason in dropped.values()
-    }
-
-
-def _nothing_left(row_set: RowSet, settings: ResponseSettings) -> str:
+def _nothing_left(row_set: RowSet, dropped: dict[int, Drop], settings: ResponseSettings) -> str:
+    """One line: every reason with its first place and what was said there."""
+    first = dict(reversed(list(dropped.values())))
     reasons = "; ".join(
-        f"{len(places)} {reason}: {DROP_REASONS[reason]} (first {places[0]})"
+        f"{len(places)} {reason}: {_why((reason, first[reason]))}, first {places[0]}"
         for reason, places in row_set.dropped.items()
     )
     return (

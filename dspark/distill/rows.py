@@ -30,7 +30,7 @@ DROP_REASONS: dict[str, str] = {
     "prompt-too-long": "the prompt leaves no room for an answer within max_length",
     "too-few-supervised": "fewer supervised tokens than min_supervised, after truncation",
 }
-_FORMAT = "dspark-rows-1"
+_FORMAT = "dspark-rows-2"
 _PLACES_SHOWN = 5
 _TEXT_SHOWN = 300
 
@@ -41,11 +41,13 @@ class RowSet:
 
     dropped  key of ``DROP_REASONS`` -> "file:line" of each
     ended    how many of the rows answered by the target end with an end token
+    cut      how many rows lost their end to max_length and were kept
     """
 
     rows: tuple[TrainingRow, ...]
     dropped: Mapping[str, tuple[str, ...]]
     ended: int = 0
+    cut: int = 0
 
     def summary(self) -> str:
         """One line of totals, one for the answers, then one line for each reason of a drop."""
@@ -57,6 +59,8 @@ class RowSet:
             f"  {answered} answered by the target ({self.ended} to their end), "
             f"{len(self.rows) - answered} as given",
         ]
+        if self.cut:
+            out.append(f"  {self.cut} cut at max_length")
         for reason, places in self.dropped.items():
             more = len(places) - _PLACES_SHOWN
             shown = ", ".join(places[:_PLACES_SHOWN]) + (f" and {more} more" if more > 0 else "")
@@ -107,6 +111,12 @@ def check_target_format(rows: Sequence[TrainingRow], chat: ChatFormat, target: T
         )
 
 
+def check_given(rows: Sequence[TrainingRow], chat: ChatFormat, target: Target) -> None:
+    """Both checks on given answers, before truncation and before the target is asked anything."""
+    check_supervised_share(rows, chat)
+    check_target_format(rows, chat, target)
+
+
 def prompts_digest(prompts: Sequence[PromptRow]) -> str:
     """SHA-256 of all conversations in order, wherever their files lie; part of a cache key."""
     digest = hashlib.sha256()
@@ -123,6 +133,7 @@ def rows_to_jsonl(path: Path, rows: RowSet, key: Mapping[str, Any]) -> None:
         "rows": len(rows.rows),
         "dropped": {reason: list(places) for reason, places in rows.dropped.items()},
         "ended": rows.ended,
+        "cut": rows.cut,
     }
     lines = [json.dumps(header, allow_nan=False), *(json.dumps(_pack(row)) for row in rows.rows)]
     atomic_write_text(path, "\n".join(lines) + "\n")
@@ -144,7 +155,7 @@ def rows_from_jsonl(path: Path, key: Mapping[str, Any]) -> RowSet:
         if len(rows) != header["rows"]:
             raise ValueError(f"{len(rows)} rows where {header['rows']} were written")
         dropped = {reason: tuple(places) for reason, places in header["dropped"].items()}
-        ended = header["ended"]
+        ended, cut = header["ended"], header["cut"]
     except OSError as problem:
         raise UserError(f"{path}: cannot be read ({problem.strerror})") from problem
     except (ValueError, KeyError, IndexError, TypeError) as problem:
@@ -156,7 +167,7 @@ def rows_from_jsonl(path: Path, key: Mapping[str, Any]) -> RowSet:
             f"{path}: made with another {', '.join(differing)}; delete it to answer the prompts "
             "again, or restore the old settings"
         )
-    return RowSet(rows, dropped, ended)
+    return RowSet(rows, dropped, ended, cut)
 
 
 def _pack(row: TrainingRow) -> dict[str, Any]:
@@ -190,8 +201,7 @@ def _by_file(rows: Sequence[TrainingRow]) -> list[tuple[str, list[TrainingRow]]]
 
 def _one_line(row: TrainingRow, chat: ChatFormat) -> str:
     """Decoded row for an error message: line breaks escaped, supervised text between ⟦ and ⟧."""
-    text = "".join(f"⟦{text}⟧" if supervised else text for supervised, text in chat.spans(row))
-    shown = repr(text)[1:-1]
+    shown = repr(chat.marked_row(row))[1:-1]
     return shown if len(shown) <= _TEXT_SHOWN else shown[:_TEXT_SHOWN] + " ..."
 
 

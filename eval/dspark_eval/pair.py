@@ -9,7 +9,7 @@ import torch
 
 from dspark.devices import find_device
 from dspark.distill.chat import ChatFormat, RowError
-from dspark.distill.fingerprint import tokenizer_fingerprint
+from dspark.distill.fingerprint import check_stored_tokenizer, tokenizer_fingerprint
 from dspark.draft.checkpoint import load_drafter, read_config
 from dspark.draft.config import TargetRecord
 from dspark.draft.model import DSparkDrafter
@@ -69,8 +69,8 @@ class Pair:
 def load_pair(options: BenchOptions | EvalOptions) -> Pair:
     """Load target and drafter and check that they belong together.
 
-    Raises `UserError`: a missing folder, a drafter of another target's shape, a draft length that
-    the drafter was not trained for, a device that is not there.
+    Raises `UserError`: a missing folder, a drafter of another target's shape or tokenizer, a draft
+    length that the drafter was not trained for, a device that is not there.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -80,6 +80,7 @@ def load_pair(options: BenchOptions | EvalOptions) -> Pair:
     draft_length = check_draft_length(options.draft_length, config.block_size)
     dtype = getattr(torch, options.dtype)
     loaded = load_target(options.target, dtype=dtype, device=device)
+    same_tokenizer = check_stored_tokenizer(options.draft, loaded.tokenizer)
     drafter = load_drafter(options.draft, loaded.target, dtype=dtype, device=device)
     chat = ChatFormat(loaded.tokenizer)
     return Pair(
@@ -88,7 +89,7 @@ def load_pair(options: BenchOptions | EvalOptions) -> Pair:
         chat=chat,
         drafter_name=str(options.draft),
         draft_length=draft_length,
-        warnings=tuple(identity_warnings(config.target, chat)),
+        warnings=tuple(identity_warnings(config.target, chat, same_tokenizer=same_tokenizer)),
     )
 
 
@@ -106,17 +107,20 @@ def check_draft_length(asked: int | None, block_size: int) -> int:
     return length
 
 
-def identity_warnings(trained_on: TargetRecord | None, chat: ChatFormat) -> list[str]:
+def identity_warnings(
+    trained_on: TargetRecord | None, chat: ChatFormat, *, same_tokenizer: bool = False
+) -> list[str]:
     """What the drafter says of the tokenizer and chat template it was trained with, if not these.
 
     Shapes alone do not tell: with another tokenizer of the same size, or with other turn tags, a
-    drafter loads and runs, and its proposals are rejected.
+    drafter loads and runs, and its proposals are rejected. Where the drafter's own tokenizer has
+    been compared (`same_tokenizer`), padding rows may differ and no hash is asked.
     """
     if trained_on is None:
         return []
     found = []
     here = tokenizer_fingerprint(chat.tokenizer)
-    if trained_on.tokenizer_hash not in (None, here):
+    if not same_tokenizer and trained_on.tokenizer_hash not in (None, here):
         found.append(
             f"the drafter was trained with the tokenizer of {trained_on.name}, which is not the "
             "target's: expect few accepted tokens"
