@@ -21,14 +21,14 @@ Letters: B batch, T rows, H heads, K key width, V value width.
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dspark_kernels.kda import MAX_EXPONENT
 
-Order = int | Literal["gla"]
+Order = int | str
+"""0..T-1, or "gla"."""
 
 
 def block(

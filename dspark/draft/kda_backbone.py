@@ -1,0 +1,121 @@
+"""The KDA backbone at work: folding text into a fixed-size context, drafting blocks from it.
+
+Committed rows are folded exactly, whatever the order of the block's series: the state does not
+depend on where rounds were cut. The state a block would leave behind is never formed. The layers
+and the training pass are in `kda.py`, the packed weights in `kda_packed.py`.
+
+Letters: B batch, n new rows, A anchors, G slots, D hidden, L layers, H heads, K head dim, W rows of
+the convolution, C = 3 H K channels of q, k and v.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspark import ops
+from dspark.draft.attention import rms_norm
+from dspark.draft.config import DraftConfig
+from dspark.draft.kda import convolve, gated_norm, kda_shape, log_decay, slot_softmax, wide
+from dspark.draft.kda_context import KDAContext
+from dspark.draft.kda_packed import PackedKDA, PackedKDALayer, pack_kda
+from dspark.draft.packed import weight_stamp
+
+
+class KDABackbone:
+    """See `dspark.draft.backbone.Backbone`."""
+
+    def __init__(self, config: DraftConfig, layers: nn.ModuleList) -> None:
+        self.config, self.layers = config, layers
+        self.shape = kda_shape(config)
+        self._packed: tuple[tuple[tuple[int, int], ...], PackedKDA] | None = None
+
+    def new_context(self, batch: int, max_length: int) -> KDAContext:
+        """An empty context that drafts with the weights of this moment."""
+        weight = next(iter(self.layers.parameters()))
+        return KDAContext(self.config, batch, max_length, weight.device, weight.dtype, self._pack())
+
+    def extend(self, context: KDAContext, features: Tensor, kept: list[int]) -> None:
+        """Folds committed positions into the states of all layers at once."""
+        if len(set(kept)) == 1:
+            features = features[:, : kept[0]]
+        weights, count = context.weights, features.shape[1]
+        config, layers = self.config, self.config.num_layers
+        width = config.num_attention_heads * config.head_dim
+        sizes = (3 * layers * width, layers * self.shape.gate_rank, -1)
+        rest = weights.context.shape[0] - sum(sizes[:2])
+        rows, low, beta = F.linear(features, weights.context).split((*sizes[:2], rest), -1)
+        before = context.window.shape[1]
+        windowed = torch.cat((context.window.flatten(2), rows), 1)
+        _, k, v = convolve(windowed, weights.conv, layers * config.num_attention_heads)
+        # each layer widens its own low-rank decay: [L, B*n, R] x [L, R, HK]
+        low = low.reshape(-1, layers, self.shape.gate_rank).transpose(0, 1)
+        f = torch.bmm(low, weights.decay).transpose(0, 1).reshape(k.shape)
+        g = log_decay(f, weights.dt_bias, weights.rate, self.shape.gate_lower_bound)
+        beta = wide(beta).sigmoid()
+        if len(set(kept)) > 1:
+            keep = torch.tensor(kept, device=g.device)[:, None]
+            dropped = torch.arange(count, device=g.device) >= keep
+            g = g.masked_fill(dropped[..., None, None], 0.0)
+            beta = beta.masked_fill(dropped[..., None], 0.0)
+            window = windowed[
+                torch.arange(len(kept), device=g.device)[:, None],
+                keep + torch.arange(before, device=g.device),
+            ]
+        else:
+            window = windowed[:, count:].clone()
+        context.window = window.view_as(context.window)
+        if count <= ops.KDA_CHUNK:
+            _, context.state = ops.kda_step(k, k, v, g, beta, context.state, count)
+        else:
+            bound = self.shape.gate_lower_bound
+            _, context.state = ops.kda_chunk(k, k, v, g, beta, context.state, bound)
+
+    def block(self, hidden: Tensor, context: KDAContext) -> Tensor:
+        """One block per row against the frozen states."""
+        batch, slots, width = hidden.shape
+        hidden = hidden.reshape(batch * slots, width)
+        for index, layer in enumerate(context.weights.layers):
+            mixed = self._mix(hidden, layer, *context.layer(index), slots)
+            hidden = torch.addmm(hidden, mixed, layer.output)
+            normed = rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps)
+            gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
+            hidden = torch.addmm(hidden, F.silu(gate) * up, layer.down)
+        return hidden.view(batch, slots, width)
+
+    def train(self, hidden: Tensor, features: Tensor, valid: Tensor, anchors: Tensor) -> Tensor:
+        """All blocks of a batch in one differentiable pass.
+
+        Padding stands behind every anchor, and no row reaches a state before it: `valid` adds
+        nothing to what `anchors` says.
+        """
+        for layer in self.layers:
+            hidden = layer(hidden, features, anchors)
+        return hidden
+
+    def _mix(
+        self, hidden: Tensor, layer: PackedKDALayer, state: Tensor, window: Tensor, slots: int
+    ) -> Tensor:
+        """What the layer's heads answer, [B*G, H*K], before the output projection."""
+        config, bound = self.config, self.shape.gate_lower_bound
+        heads, width = config.num_attention_heads, config.num_attention_heads * config.head_dim
+        normed = rms_norm(hidden, layer.attention_norm, config.rms_norm_eps)
+        split = (3 * width, width, self.shape.gate_rank, heads)
+        inputs = (normed @ layer.inputs).view(-1, slots, sum(split)) + layer.slots
+        rows, gate, low, beta = inputs.split(split, -1)
+        q, k, v = convolve(torch.cat((window, rows), 1), layer.conv, heads)
+        f = (low @ layer.decay).view(k.shape)
+        g = log_decay(f, layer.dt_bias, layer.rate, bound)
+        beta = wide(beta).sigmoid()
+        out = ops.linear_kda_block(q, k, v, g, beta, state, self.shape.order, None, bound)
+        if layer.sharpness is not None and layer.gain is not None:
+            out = out + layer.gain * slot_softmax(q, k, v, layer.sharpness)
+        out = gated_norm(out, layer.output_norm, gate.reshape(out.shape), config.rms_norm_eps)
+        return out.to(hidden.dtype).view(-1, width)
+
+    def _pack(self) -> PackedKDA:
+        stamp = weight_stamp(self.layers.parameters())
+        if self._packed is None or self._packed[0] != stamp:
+            self._packed = (stamp, pack_kda(self.layers))  # type: ignore[arg-type]
+        return self._packed[1]

@@ -1,0 +1,64 @@
+"""Context of the KDA backbone: one state per layer, and the rows its convolutions still reach.
+
+Its size does not depend on how much text was read. The layers stand side by side as further heads
+of one recurrence, so that folding rows into all of them is one call.
+
+Letters: L layers, B batch, H heads, K head dim, W rows of the convolution.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dspark.draft.config import DraftConfig
+from dspark.draft.context import DraftContext
+from dspark.draft.kda import kda_shape
+from dspark.draft.kda_packed import PackedKDA
+
+
+class KDAContext(DraftContext):
+    """States [B, L*H, K, K] in float32 and windows [B, W-1, 3, L, H*K] of q, k and v rows.
+
+    `extend` replaces both tensors and never writes into them, so whoever keeps the old ones has a
+    snapshot for nothing.
+
+    Args:
+        config: Shape of the drafter.
+        batch: B.
+        max_length: Longest text in tokens; nothing is sized by it.
+        device: Where the tensors live.
+        dtype: Dtype of the windows.
+        weights: The drafter's weights, as they are now.
+    """
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        batch: int,
+        max_length: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        weights: PackedKDA,
+    ) -> None:
+        super().__init__(batch, max_length, device)
+        self.weights = weights
+        layers, heads, width = config.num_layers, config.num_attention_heads, config.head_dim
+        self.heads = heads
+        high = torch.promote_types(dtype, torch.float32)
+        self.state = torch.zeros(batch, layers * heads, width, width, device=device, dtype=high)
+        before = kda_shape(config).conv_size - 1
+        self.window = torch.zeros(
+            batch, before, 3, layers, heads * width, device=device, dtype=dtype
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the device."""
+        held = (self.state, self.window)
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """State [B, H, K, K] and window [B, W-1, 3*H*K] of one layer."""
+        state = self.state[:, index * self.heads : (index + 1) * self.heads]
+        return state, self.window[:, :, :, index].flatten(2)
