@@ -118,7 +118,7 @@ def _check_size(plan: CachePlan, max_gib: float, console: Console) -> None:
 def _check_disk(
     plan: CachePlan, missing: Sequence[Shard], processes: Processes, console: Console
 ) -> None:
-    """Refuse, on all processes, what the disk does not hold. Earlier shards count as free of cost."""
+    """Refuse, on all processes, what the disk cannot take; what is there already needs no room."""
     counts = torch.tensor([len(missing), plan.bytes(missing)], dtype=torch.float64)
     shards, size = (int(v) for v in processes.sum(counts.to(processes.device)).tolist())
     free = shutil.disk_usage(plan.folder).free

@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from dspark.devices import find_device
 from dspark.errors import UserError
 
+# torch 2.13 gave these two new names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _PATIENCE = timedelta(hours=6)  # answers to prompts are shared out and take unequal time
 
 
@@ -103,7 +106,7 @@ class Processes:
         if self.world == 1:
             return whole
         part = whole.new_empty(len(whole) // self.world)
-        dist.reduce_scatter_tensor(part, whole)
+        _reduce_scatter(part, whole)
         return part
 
     def gather_parts(self, whole: Tensor) -> None:
@@ -111,7 +114,7 @@ class Processes:
         if self.world > 1:
             size = len(whole) // self.world
             part = whole[self.rank * size : (self.rank + 1) * size].clone()
-            dist.all_gather_into_tensor(whole, part)
+            _all_gather(whole, part)
 
     def same_weights(self, module: nn.Module) -> None:
         """Give every process the weights of process 0."""

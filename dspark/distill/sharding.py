@@ -17,7 +17,7 @@ knows nothing of w, and a run may go on with another number of processes, or wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -85,9 +85,9 @@ class ShardedGradients:
     processes whose graphs differ (or that had nothing to learn) still meet in the same calls.
     """
 
-    def __init__(self, module: nn.Module, processes: Processes, bucket: int = BUCKET) -> None:
+    def __init__(self, module: nn.Module, processes: Processes) -> None:
         self._processes = processes
-        self.buckets = [Bucket.of(named, processes) for named in _split(module, bucket)]
+        self.buckets = [Bucket.of(named, processes) for named in _split(module, BUCKET)]
         sizes = [len(b.own) for b in self.buckets]
         self.buffer = torch.zeros(sum(sizes), device=self.buckets[0].weights.device)
         for entry, part in zip(self.buckets, self.buffer.split(sizes), strict=True):
@@ -132,7 +132,7 @@ class ShardedGradients:
         for bucket in self.buckets:
             bucket.waiting = {id(p) for p in bucket.parameters}
 
-    def _arrival(self, at: int):  # type: ignore[no-untyped-def]
+    def _arrival(self, at: int) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
             if at < self._next:
                 raise RuntimeError("a gradient came after its bucket was summed over processes")
@@ -164,15 +164,9 @@ class ShardedGradients:
 class ShardedOptimiser:
     """`Optimiser` (AdamW) with gradients and moments shared out among `processes`."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        settings: TrainSettings,
-        processes: Processes,
-        bucket: int = BUCKET,
-    ) -> None:
+    def __init__(self, module: nn.Module, settings: TrainSettings, processes: Processes) -> None:
         self._processes = processes
-        self.gradients = ShardedGradients(module, processes, bucket)
+        self.gradients = ShardedGradients(module, processes)
         self._adamw = torch.optim.AdamW(
             [bucket.own for bucket in self.gradients.buckets],
             lr=settings.lr,
@@ -229,9 +223,14 @@ class ShardedOptimiser:
 
 
 def _split(module: nn.Module, size: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Parameters in runs of about `size` elements, last first: as their gradients arrive."""
+    """Parameters in runs of about `size` elements, roughly in the order their gradients arrive.
+
+    That is last layers first. Norms are small and some come late: in a bucket with the matrices of
+    their layer they would hold all of it back, so they go last.
+    """
     run: list[tuple[str, nn.Parameter]] = []
-    for entry in reversed(master_weights(module)):
+    backwards = reversed(master_weights(module))
+    for entry in sorted(backwards, key=lambda named: named[1].ndim < 2):
         run.append(entry)
         if sum(p.numel() for _, p in run) >= size:
             yield run
