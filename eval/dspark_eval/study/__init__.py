@@ -1,0 +1,1 @@
+"""Studies: many short distillation runs that differ in one thing, and the table they give."""

@@ -1,0 +1,104 @@
+"""What a study compares: named arms, each a set of distillation settings over a common base.
+
+All arms of a study train on the same rows, in the same order, for the same number of steps, and
+are measured on the same prompts. `match` names the arm whose number of parameters the others are
+brought to by the width of their MLP, so that no arm wins by size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dspark.errors import UserError
+
+Settings = Mapping[str, Any]
+"""Dotted keys of a distillation run and their values."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One thing that is compared: a name, what it changes, and a remark for the table."""
+
+    name: str
+    settings: Settings
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Study:
+    """A question and its arms; the first arm is the one that the others are compared with.
+
+    Attributes:
+        name: As given on the command line, and the folder's name.
+        question: What the table answers.
+        base: Settings of every arm.
+        match: Bring all arms to the first arm's number of parameters (within 2 %).
+    """
+
+    name: str
+    question: str
+    arms: tuple[Arm, ...]
+    base: Settings = field(default_factory=dict)
+    match: bool = True
+
+    @property
+    def reference(self) -> Arm:
+        """The arm that the others are compared with."""
+        return self.arms[0]
+
+    def only(self, names: tuple[str, ...]) -> Study:
+        """The same study with these arms, the reference always among them.
+
+        Raises UserError for a name that is no arm.
+        """
+        known = [arm.name for arm in self.arms]
+        for name in names:
+            if name not in known:
+                raise UserError(f"--arm {name}: expected one of {', '.join(known)}")
+        kept = tuple(arm for arm in self.arms if arm is self.reference or arm.name in names)
+        return Study(self.name, self.question, kept, self.base, self.match)
+
+
+def _kda(order: str, **more: Any) -> dict[str, Any]:
+    return {
+        "drafter.backbone": "kda",
+        "drafter.kda_order": order,
+        **{f"drafter.{key}": value for key, value in more.items()},
+    }
+
+
+ROWS = {"data.seed": 0, "eval.prompts": 0, "eval.every": 1_000_000, "data.held_out": 160}
+"""One set of rows for all seeds; real rounds are measured after training and not during it."""
+
+FAMILY = Study(
+    "family",
+    "Which backbone, order of the linearisation and sequential head, at equal parameters?",
+    (
+        Arm("attention", {}),
+        Arm("attention-gated", {"drafter.head": "gated"}),
+        Arm("attention-rnn", {"drafter.head": "rnn"}),
+        Arm("attention-window-64", {"drafter.sliding_window": 64}),
+        Arm("mla", {"drafter.backbone": "mla"}),
+        Arm("mla-rnn", {"drafter.backbone": "mla", "drafter.head": "rnn"}),
+        Arm("kda-gla", _kda("gla")),
+        Arm("kda-0", _kda("0")),
+        Arm("kda-1", _kda("1")),
+        Arm("kda-2", _kda("2")),
+        Arm("kda-exact", _kda("7"), "order 7 of 7"),
+        Arm("kda-0-softmax", _kda("0", kda_block_softmax=True), "softmax inside the block"),
+        Arm("kda-0-rnn", _kda("0", head="rnn")),
+        Arm("kda-0-no-markov-confidence", _kda("0", confidence_with_markov=False)),
+    ),
+    ROWS,
+)
+
+STUDIES = {study.name: study for study in (FAMILY,)}
+
+
+def find_study(name: str) -> Study:
+    """The study of that name. Raises UserError with the known ones."""
+    if name not in STUDIES:
+        raise UserError(f"{name}: no such study; expected one of {', '.join(STUDIES)}")
+    return STUDIES[name]

@@ -1,0 +1,199 @@
+"""From the runs of a study to its table: means and spread over seeds, and paired intervals.
+
+Per arm: the accepted length of each seed (pooled over prompts), their mean, and their lowest and
+highest. Against the reference arm, the ratio of accepted lengths with a 95 % interval from a paired
+bootstrap: prompts are resampled, and a prompt brings the counts of all seeds of both arms.
+
+Letters: e emitted tokens, R rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dspark.errors import UserError
+from dspark.files import atomic_write_json, atomic_write_text, read_json
+from dspark_eval import metrics
+from dspark_eval.study.drafting import DRAFTING_FILE
+from dspark_eval.study.measure import MEASURE_FILE
+from dspark_eval.study.runs import STUDY_FILE, run_folder
+
+TABLE_FILE = "table.json"
+REPORT_FILE = "table.md"
+
+
+def build_table(out: Path) -> dict[str, Any]:
+    """Read every measured run under `out` and write table.json and table.md there.
+
+    Raises UserError if the folder holds no study, or a run of it is not measured yet.
+    """
+    study = _read_study(out)
+    measured = {
+        arm["name"]: [_read_run(out, arm["name"], seed) for seed in study["seeds"]]
+        for arm in study["arms"]
+    }
+    reference = measured[study["reference"]]
+    rows = [
+        _row(arm, measured[arm["name"]], reference, arm["name"] == study["reference"])
+        for arm in study["arms"]
+    ]
+    document = {**study, "schema_version": 1, "rows": rows}
+    atomic_write_json(out / TABLE_FILE, document)
+    atomic_write_text(out / REPORT_FILE, markdown(document))
+    return document
+
+
+def _read_study(out: Path) -> dict[str, Any]:
+    path = out / STUDY_FILE
+    if not path.is_file():
+        raise UserError(
+            f"{path}: no study here; run `python -m dspark_eval.study NAME --out` first"
+        )
+    return read_json(path)
+
+
+def _read_run(out: Path, arm: str, seed: int) -> dict[str, Any]:
+    folder = run_folder(out, arm, seed)
+    if not (folder / MEASURE_FILE).is_file():
+        raise UserError(f"{folder}: not measured yet; run the study again, it goes on")
+    last = read_json(folder / "training.json")[-1]
+    timed = folder / DRAFTING_FILE
+    return {
+        **read_json(folder / MEASURE_FILE),
+        "teacher_forced": last["held_out"],
+        "drafting": read_json(timed) if timed.is_file() else None,
+    }
+
+
+def _row(
+    arm: dict[str, Any],
+    runs: Sequence[dict[str, Any]],
+    reference: Sequence[dict[str, Any]],
+    is_reference: bool,
+) -> dict[str, Any]:
+    settings = []
+    for index, first in enumerate(runs[0]["results"]):
+        results = [run["results"][index] for run in runs]
+        each = [result["accepted_length"] for result in results]
+        ratio = None
+        if not is_reference:
+            ratio = paired_ratio(results, [run["results"][index] for run in reference])
+        settings.append(
+            {
+                "suite": first["suite"],
+                "temperature": first["temperature"],
+                "accepted_length": float(np.mean(each)),
+                "accepted_length_per_seed": each,
+                "conditional_acceptance": _mean_lists(
+                    [result["conditional_acceptance"] for result in results]
+                ),
+                "ratio": ratio,
+            }
+        )
+    held_out = [run["teacher_forced"]["accepted_length"] for run in runs]
+    return {
+        "arm": arm["name"],
+        "note": arm["note"],
+        "parameters": runs[0]["parameters"],
+        "teacher_forced_accepted_length": float(np.mean(held_out)),
+        "results": settings,
+        "drafting": runs[0]["drafting"],
+    }
+
+
+def paired_ratio(
+    ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]
+) -> dict[str, float]:
+    """Accepted length over theirs, with the interval of a bootstrap over prompts."""
+    columns = [
+        np.sum([result[key] for result in side], axis=0)
+        for side in (ours, theirs)
+        for key in ("emitted", "rounds")
+    ]
+    rows = np.stack(columns, axis=1)  # prompts x (e, R, e', R')
+
+    def ratio(sums: np.ndarray) -> np.ndarray:
+        return (sums[0] / sums[1]) / (sums[2] / sums[3])
+
+    low, high = metrics.bootstrap_ci95(rows, ratio) or (float("nan"), float("nan"))
+    return {"value": float(ratio(rows.sum(0))), "low": low, "high": high}
+
+
+def _mean_lists(lists: Sequence[Sequence[float | None]]) -> list[float | None]:
+    width = min(map(len, lists))
+    columns = [[values[k] for values in lists] for k in range(width)]
+    known = [[value for value in column if value is not None] for column in columns]
+    return [float(np.mean(column)) if column else None for column in known]
+
+
+# ------------------------------------------------------------------ as text
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The table as Markdown, with its protocol above it."""
+    first = document["rows"][0]["results"]
+    heads = [f"{r['suite'].removeprefix('nano-')}, T = {r['temperature']:g}" for r in first]
+    seeds = len(document["seeds"])
+    lines = [
+        f"# {document['question']}",
+        "",
+        f"{document['steps']} steps on the same rows, {seeds} seed(s), draft length "
+        f"{document['draft_length']}, {document['prompts']} held-out prompts of each set decoded "
+        "for real. Accepted length: mean over seeds (lowest to highest), pooled over prompts, the "
+        f"bonus token included. Ratio: against `{document['reference']}` on {heads[0]}, 95 % "
+        "paired bootstrap over prompts. Conditional acceptance at positions 1 to "
+        f"{document['draft_length']} is of {heads[0]}.",
+        "",
+        "| arm | parameters | " + " | ".join(heads) + " | ratio [95 %] | conditional acceptance |",
+        "|---|---|" + "---|" * len(heads) + "---|---|",
+    ]
+    lines += [_markdown_row(row) for row in document["rows"]]
+    return "\n".join(lines + _drafting_table(document["rows"])) + "\n"
+
+
+def _markdown_row(row: dict[str, Any]) -> str:
+    cells = [row["arm"], f"{row['parameters'] / 1e6:.3f} M"]
+    for result in row["results"]:
+        each = result["accepted_length_per_seed"]
+        spread = f" ({min(each):.2f} to {max(each):.2f})" if len(each) > 1 else ""
+        cells.append(f"{result['accepted_length']:.3f}{spread}")
+    ratio = row["results"][0]["ratio"]
+    cells.append(
+        "1" if ratio is None else f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+    )
+    rates = row["results"][0]["conditional_acceptance"]
+    cells.append(" ".join("-" if rate is None else f".{100 * rate:02.0f}" for rate in rates))
+    return "| " + " | ".join(cells) + " |"
+
+
+def _drafting_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Cost of one draft by context, where it was measured."""
+    timed = [row for row in rows if row["drafting"]]
+    if not timed:
+        return []
+    contexts = [entry["context"] for entry in timed[0]["drafting"]]
+    lines = [
+        "",
+        "One draft, float32, one CPU thread: milliseconds (median), and MB read (weights, markov "
+        "map, LM head, context) after a context of as many tokens.",
+        "",
+        "| arm | " + " | ".join(f"{_short(c)}: ms" for c in contexts)
+        + " | " + " | ".join(f"{_short(c)}: MB" for c in contexts) + " |",
+        "|---|" + "---|" * (2 * len(contexts)),
+    ]  # fmt: skip
+    for row in timed:
+        times = [f"{entry['draft_ms']:.2f}" for entry in row["drafting"]]
+        reads = [
+            f"{(entry['weight_bytes'] + entry['context_bytes']) / 1e6:.2f}"
+            for entry in row["drafting"]
+        ]
+        lines.append("| " + " | ".join([row["arm"], *times, *reads]) + " |")
+    return lines
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // 2**20}M" if tokens >= 2**20 else f"{tokens // 2**10}k"
