@@ -1,6 +1,6 @@
 """Every knob of a distillation run, checked once, saved beside what it made.
 
-A run is described by one frozen `DistillConfig` with seven sections. It is read from YAML, changed by
+A run is described by one frozen `DistillConfig` of seven sections. It is read from YAML, changed by
 dotted overrides (`{"train.lr": 5e-4}`), and written back in full as `run.yaml`. Nothing else steers
 a run, so the file is enough to repeat it. Unknown keys are errors: an option that is silently
 ignored is worse than none.
@@ -48,6 +48,11 @@ class DistillConfig:
                 f"eval.draft_length is {self.eval.draft_length}: expected at most "
                 f"drafter.block_size, {self.drafter.block_size}"
             )
+
+    @property
+    def data_seed(self) -> int:
+        """What decides answers and held-out rows."""
+        return self.train.seed if self.data.seed is None else self.data.seed
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain nested dict of JSON and YAML values, in the order of the fields."""
