@@ -126,26 +126,9 @@ class _Fused(torch.autograd.Function):
         total = states.new_zeros((), dtype=wide)
         terms = states.new_zeros((len(TERMS), len(states)), dtype=wide)
         gradients = [torch.zeros_like(t, dtype=wide) for t in (states, codes, weight) if trained]
-        wide_codes, wide_weight = codes.to(wide), weight.to(wide)
+        wide_inputs = states, codes.to(wide), weight.to(wide)
         for part in slots.chunks(chunk):
-            rows = part.rows
-            leaf = states[rows].detach().requires_grad_(trained)
-            with torch.set_grad_enabled(trained):
-                logits = slots.to_logits(leaf)
-            z = logits.detach().to(wide).addmm_(wide_codes[rows], wide_weight.T)
-            compared = _compare(z, slots, rows)
-            worth = compared.terms.requires_grad_(trained)
-            with torch.set_grad_enabled(trained):
-                mixed = mixture(worth, part.grid(slots.grid), slots.objective, compared.known)
-            total += mixed.detach()
-            terms[:, rows] = worth.detach()
-            if trained:
-                [coefficients] = torch.autograd.grad(mixed, worth)
-                pull = compared.gradient(coefficients)
-                [gradient] = torch.autograd.grad(logits, leaf, pull.to(logits.dtype))
-                gradients[0][rows] = gradient
-                torch.mm(pull, wide_weight, out=gradients[1][rows])
-                gradients[2].addmm_(pull.T, wide_codes[rows])
+            total += _add_chunk(part, wide_inputs, slots, terms, gradients or None)
         dtypes = (states.dtype, codes.dtype, weight.dtype)
         ctx.save_for_backward(*(g.to(d) for g, d in zip(gradients, dtypes, strict=False)))
         ctx.mark_non_differentiable(terms)
@@ -158,6 +141,38 @@ class _Fused(torch.autograd.Function):
             *(gradient * scale.to(gradient.dtype) for gradient in ctx.saved_tensors),
             *[None] * 3,
         )
+
+
+def _add_chunk(
+    part: _Chunk,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    slots: Slots,
+    terms: Tensor,
+    gradients: list[Tensor] | None,
+) -> Tensor:
+    """One chunk: fills its `terms`, adds to the `gradients` of `inputs`, returns its mixture [].
+
+    A function of its own, so that its buffers are gone before those of the next chunk are made.
+    """
+    states, codes, weight = inputs
+    rows, trained = part.rows, gradients is not None
+    leaf = states[rows].detach().requires_grad_(trained)
+    with torch.set_grad_enabled(trained):
+        logits = slots.to_logits(leaf)
+    z = logits.detach().to(weight.dtype).addmm_(codes[rows], weight.T)
+    compared = _compare(z, slots, rows)
+    worth = compared.terms.requires_grad_(trained)
+    with torch.set_grad_enabled(trained):
+        mixed = mixture(worth, part.grid(slots.grid), slots.objective, compared.known)
+    terms[:, rows] = worth.detach()
+    if gradients is not None:
+        [coefficients] = torch.autograd.grad(mixed, worth)
+        pull = compared.gradient(coefficients)
+        [gradient] = torch.autograd.grad(logits, leaf, pull.to(logits.dtype))
+        gradients[0][rows] = gradient
+        torch.mm(pull, weight, out=gradients[1][rows])
+        gradients[2].addmm_(pull.T, codes[rows])
+    return mixed.detach()
 
 
 @dataclass(eq=False)

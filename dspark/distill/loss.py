@@ -157,9 +157,7 @@ def distill_loss(
         to_target_logits=torch.no_grad()(to_logits),
         objective=objective,
     )
-    with torch.no_grad():  # rows that pad the table past the target's vocabulary are no tokens
-        width = work.to_logits(states[:0]).shape[-1]
-    weight = markov_head.markov_w2.weight[:width]
+    weight = _named_rows(markov_head.markov_w2.weight, work.to_logits(states[:0].detach()))
     chunk = chunk_slots(len(weight), hidden.device) if chunk is None else chunk
     total, terms = fused_terms(states, codes, weight, work, chunk)
     by_term = dict(zip(TERMS, terms, strict=True))
@@ -189,6 +187,12 @@ def distill_loss(
         accepted_length=survival.sum() + blocks,
         blocks=blocks,
     )
+
+
+def _named_rows(weight: Tensor, logits: Tensor) -> Tensor:
+    """Rows of W2 that have a logit: those that pad the table past the vocabulary are no tokens."""
+    width = logits.shape[-1]
+    return weight if width == len(weight) else weight[:width]
 
 
 def chunk_slots(vocabulary: int, device: torch.device) -> int:
