@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dspark import ops
 from dspark.draft import DraftConfig, DSparkDrafter
+from dspark.draft.checkpoint import load_drafter, save_drafter
 from dspark.draft.kda import DraftKDA
 from dspark.draft.kda_context import KDAContext
 from dspark.draft.shapes import KDAShape
 from dspark.draft.start import FASTEST, SLOWEST, initialise
+from dspark.runtime.decode import SpeculativeDecoder
+from dspark.runtime.k3_target import K3Target
+from dspark.runtime.plain import plain_generate
+from dspark.runtime.sampling import SamplingParams
 from dspark_kernels import kda as kernel
+from tests.k3_tiny import tiny_model
 from tests.tolerance import assert_close
 
 SLOTS = 5
@@ -374,3 +382,74 @@ def test_half_precision_drafts_with_a_float32_state() -> None:
     assert drafted.dtype == torch.bfloat16
     expected = drafter.block_hidden(embeds, read(drafter, taps, [12]))
     assert (drafted.float() - expected).norm() < 0.05 * expected.norm()
+
+
+def test_coupling_norms_are_those_the_blocks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against what the kernel is given while drafting, A summed pair by pair."""
+    drafter = make_drafter()
+    anchors = [3, 17]
+    taps, embeds = draw(1, 20, TAPS), draw(1, 2, SLOTS, CONFIG.hidden_size, seed=2)
+    norms = drafter.backbone.coupling_norms(embeds, drafter.features(taps), torch.tensor([anchors]))
+    assert norms.shape == (2, 1, 2, 3)
+    seen: list[Tensor] = []
+    real = ops.linear_kda_block
+
+    def watched(*args: object) -> Tensor:
+        _, k, _, g, beta = args[:5]
+        G = g.cumsum(1)
+        A = torch.zeros(1, 3, SLOTS, SLOTS)
+        for t in range(SLOTS):
+            for j in range(t):
+                pair = (k[:, t] * k[:, j] * (G[:, t] - G[:, j]).exp()).sum(-1)
+                A[:, :, t, j] = beta[:, t] * pair
+        seen.append(torch.linalg.svdvals(A)[0, :, 0])
+        return real(*args)
+
+    monkeypatch.setattr(ops, "linear_kda_block", watched)
+    for at, anchor in enumerate(anchors):
+        drafter.block_hidden(embeds[:, at], read(drafter, taps, [anchor]))
+        assert_close(norms[:, 0, at], torch.stack(seen), limit=1e-5)
+        seen.clear()
+
+
+def test_a_real_decode_loop_says_what_the_target_says() -> None:
+    target = K3Target(tiny_model(), "tiny", ())
+    config = replace(
+        CONFIG,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_target_layers=target.num_layers,
+        target_layer_ids=(0, 2),
+        target_tap_kind="attn_res_mixture",
+    )
+    drafter = DSparkDrafter(config)
+    initialise(drafter, torch.Generator().manual_seed(0))
+    for seed, temperature in ((0, 0.0), (1, 1.0)):
+        generation = SpeculativeDecoder(target, drafter.eval()).generate(
+            [3, 5, 8],
+            max_new_tokens=24,
+            sampling=SamplingParams(temperature=temperature),
+            draft_length=SLOTS,
+            end_token_ids=(),
+            seed=seed,
+        )
+        assert len(generation.tokens) == 24
+        if not temperature:
+            plain = plain_generate(
+                target,
+                [3, 5, 8],
+                max_new_tokens=24,
+                sampling=SamplingParams(temperature=0.0),
+                end_token_ids=(),
+            )
+            assert generation.tokens == plain.tokens
+
+
+def test_a_saved_drafter_is_the_same(tmp_path: Path) -> None:
+    drafter = make_drafter(SHAPES["softmax"])
+    save_drafter(tmp_path / "drafter", drafter)
+    loaded = load_drafter(tmp_path / "drafter")
+    assert loaded.config == drafter.config
+    taps, embeds = draw(1, 12, TAPS), draw(1, SLOTS, CONFIG.hidden_size, seed=2)
+    hidden = [d.block_hidden(embeds, read(d, taps, [12])) for d in (drafter, loaded.eval())]
+    assert torch.equal(*hidden)

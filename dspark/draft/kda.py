@@ -128,8 +128,7 @@ class DraftKDA(nn.Module):
         """All blocks: hidden [B, A, G, D], context [B, S, D], anchors [B, A] -> [B, A, G, D]."""
         state, window = self._entries(context, anchors)
         x = (hidden + self.slot_embedding).flatten(0, 1)
-        q, k, v = convolve(torch.cat((window, self._rows(x)), 1), self.conv_taps(), self.heads)
-        g, beta = self._decay(x)
+        q, k, v, g, beta = self._block_rows(x, window)
         bound = self.shape.gate_lower_bound
         out = ops.linear_kda_block(q, k, v, g, beta, state, self.shape.order, None, bound)
         if self.shape.block_softmax:
@@ -138,6 +137,13 @@ class DraftKDA(nn.Module):
         gate = self.g_proj(x).unflatten(-1, (self.heads, -1))
         out = gated_norm(out, self.o_norm.weight, gate, self.o_norm.eps)
         return self.o_proj(out.to(x.dtype).flatten(-2)).view_as(hidden)
+
+    def coupling_norms(self, hidden: Tensor, context: Tensor, anchors: Tensor) -> Tensor:
+        """|A| of every block and head, [B, A, H]; arguments as for `forward`."""
+        _, window = self._entries(context, anchors)
+        x = (hidden + self.slot_embedding).flatten(0, 1)
+        _, k, _, g, beta = self._block_rows(x, window)
+        return ops.linear_kda_norm(k, g, beta).view(*anchors.shape, -1)
 
     def conv_taps(self) -> Tensor:
         """The three convolutions by row, [W, C]."""
@@ -156,6 +162,11 @@ class DraftKDA(nn.Module):
         batch = torch.arange(len(context), device=context.device)[:, None, None]
         window = rows[batch, anchors[..., None] + torch.arange(before, device=context.device)]
         return states.flatten(0, 1), window.flatten(0, 1)
+
+    def _block_rows(self, x: Tensor, window: Tensor) -> tuple[Tensor, ...]:
+        """q, k, v [N, G, H, K], g and beta of blocks x [N, G, D] behind their windows."""
+        rows = torch.cat((window, self._rows(x)), 1)
+        return (*convolve(rows, self.conv_taps(), self.heads), *self._decay(x))
 
     def _rows(self, x: Tensor) -> Tensor:
         """q, k and v before the convolution, side by side: [..., D] -> [..., C]."""

@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from dspark import ops
 from dspark.draft.attention import rms_norm
 from dspark.draft.config import DraftConfig
-from dspark.draft.kda import convolve, gated_norm, kda_shape, log_decay, slot_softmax, wide
+from dspark.draft.kda import (
+    KDALayer,
+    convolve,
+    gated_norm,
+    kda_shape,
+    log_decay,
+    slot_softmax,
+    wide,
+)
 from dspark.draft.kda_context import KDAContext
 from dspark.draft.kda_packed import PackedKDA, PackedKDALayer, pack_kda
 from dspark.draft.packed import weight_stamp
@@ -93,6 +101,21 @@ class KDABackbone:
         for layer in self.layers:
             hidden = layer(hidden, features, anchors)
         return hidden
+
+    @torch.no_grad()
+    def coupling_norms(self, hidden: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
+        """|A| that the series of every layer, block and head meets, [L, B, A, H].
+
+        Below 1 every further order helps; above it low orders may be worse than order 0.
+        Arguments as for `train`.
+        """
+        norms = []
+        for layer in self.layers:
+            assert isinstance(layer, KDALayer)
+            normed = layer.input_layernorm(hidden)
+            norms.append(layer.self_attn.coupling_norms(normed, features, anchors))
+            hidden = layer(hidden, features, anchors)
+        return torch.stack(norms)
 
     def _mix(
         self, hidden: Tensor, layer: PackedKDALayer, state: Tensor, window: Tensor, slots: int
