@@ -16,8 +16,10 @@ from dspark.commands.data import data
 from dspark.commands.distill import distill
 from dspark.commands.doctor import doctor
 from dspark.commands.evaluate import evaluate
+from dspark.commands.export import export
+from dspark.commands.import_ import import_
 
-__all__ = ["app", "bench", "data", "distill", "doctor", "evaluate", "main"]
+__all__ = ["app", "bench", "data", "distill", "doctor", "evaluate", "export", "import_", "main"]
 
 
 def main() -> None:

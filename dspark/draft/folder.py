@@ -73,8 +73,8 @@ class TensorFolder:
                     raise UserError(f"{path}: {name} is also in {self.entries[name].path.name}")
                 self.entries[name] = entry
         for name, shard in (owners or {}).items():
-            entry = self.entries.get(name)
-            if entry is None or entry.path.name != shard:
+            held = self.entries.get(name)
+            if held is None or held.path.name != shard:
                 raise UserError(
                     f"{folder / INDEX_FILE}: weight_map says that {name} is in {shard}, which does "
                     "not hold it"
