@@ -28,6 +28,9 @@ def distill(
         Path | None, typer.Option(help="Run folder; becomes the drafter's checkpoint.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="End after this many optimiser steps.")] = None,
+    init_from: Annotated[
+        Path | None, typer.Option(help="Start from the weights of this drafter folder.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Decides every draw of the run.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any other key, as `train.lr=1e-3`.")
@@ -44,6 +47,7 @@ def distill(
         "target.name": target,
         "data.prompts": [str(path) for path in prompts] if prompts else None,
         "out.dir": None if out is None else str(out),
+        "drafter.init_from": None if init_from is None else str(init_from),
         "train.max_steps": steps,
         "train.seed": seed,
     }
