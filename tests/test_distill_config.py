@@ -107,3 +107,25 @@ def test_wrong_overrides_are_refused_too(tmp_path: Path) -> None:
 
 def test_a_number_that_yaml_reads_as_text_is_a_number(tmp_path: Path) -> None:
     assert load_config(written(tmp_path, "train:\n  lr: 1e-3\n")).train.lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("off", "off"),
+        ("on", "on"),
+        ("both", "both"),
+        ("'on'", "on"),
+        ("false", "off"),
+        ("true", "on"),
+    ],
+)
+def test_a_switch_is_read_although_yaml_reads_a_bare_on_as_true(
+    tmp_path: Path, text: str, value: str
+) -> None:
+    """Also what older files say, in which the switch was a truth value."""
+    config = load_config(written(tmp_path, f"data:\n  thinking: {text}\n"))
+    assert config.data.thinking == value
+    assert load_config(written(tmp_path, config.to_yaml())) == config
+    with pytest.raises(UserError, match=r"data\.thinking is 'maybe': expected off, on, both"):
+        load_config(written(tmp_path, "data:\n  thinking: maybe\n"))

@@ -100,8 +100,9 @@ def test_a_run_leaves_a_drafter_that_loads_and_drafts(finished: Any, target_fold
     assert f"drafter written to {out}" in text
     assert "16 rows with" in text  # 20 prompts, 4 held out
     assert {path.name for path in out.iterdir()} == {
-        "README.md", "calibration.json", "checkpoints", "config.json", "model.safetensors", "rows",
-        "run.yaml", "training.json",
+        "README.md", "calibration.json", "chat_template.jinja", "checkpoints", "config.json",
+        "model.safetensors", "rows", "run.yaml", "tokenizer.json", "tokenizer_config.json",
+        "training.json",
     }  # fmt: skip
 
 

@@ -234,21 +234,22 @@ def test_a_line_that_cannot_be_read_is_counted_and_strict_refuses_it(
     assert "\n" not in str(caught.value)
 
 
-def test_the_longest_line_allowed_is_read_and_no_more_is_ever_held(
+def test_the_longest_line_is_counted_with_its_end_and_what_follows_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dspark.distill.prompts.LONGEST_LINE", 40)
-    monkeypatch.setattr("dspark.distill.prompts._CHUNK", 7)
     just = json.dumps({"prompt": "x" * 25}).encode()
     path = tmp_path / "p.jsonl"
     assert len(just) + len(b"\n") == 40
-    path.write_bytes(just + b"\n" + b"y" * 100 + b"\n" + just + b"\n" + b"z" * 41)
-    report = read_prompts([path]).report
-    assert [(at.line, at.reason) for at in report.skipped] == [
-        (2, "line-too-long"),
-        (4, "line-too-long"),
-    ]
-    assert report.kept == 2
+    for length in (40, 41, 80, 81, 82, 83, 100):
+        long = b"y" * length + b"\n"
+        path.write_bytes(just + b"\n" + long + just + b"\n" + long.rstrip(b"\n") + b"z")
+        report = read_prompts([path]).report
+        assert [(at.line, at.reason) for at in report.skipped] == [
+            (2, "line-too-long"),
+            (4, "line-too-long"),
+        ]
+        assert report.kept == 2
 
 
 def test_a_file_of_another_kind_is_one_line_that_says_why(tmp_path: Path) -> None:

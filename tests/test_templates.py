@@ -10,9 +10,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from dspark.distill.chat import ChatFormat, RowError, chat_formats
+from dspark.distill.fingerprint import tokenizer_files
 from dspark.distill.messages import Message
 from dspark.distill.templates import chat_template, missing_tokens, shipped_templates
+from dspark.draft.config import TargetRecord
 from dspark.errors import UserError
+from dspark_eval.pair import identity_warnings, trained_format
 from tests import chat_tokenizers as small
 
 SYSTEM = Message(role="system", content="Be brief.")
@@ -221,3 +224,47 @@ def test_thinking_off_on_and_both() -> None:
         assert not ChatFormat(make()).has_thinking_switch
         with pytest.raises(UserError, match="has no thinking switch; set it to off"):
             chat_formats(make(), "both")
+
+
+# -- what a drafter was trained with ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize(
+    ("make", "template"),
+    [
+        (small.k3, None),
+        (small.qwen3, None),
+        (small.k3_bare, "kimi-k3"),
+        (small.k3, "kimi-k3"),
+        (lambda: small.llama(small.LLAMA32), None),
+    ],
+)
+def test_a_drafter_is_measured_on_the_prompts_it_was_trained_on(
+    tmp_path: Path, make: object, template: str | None, thinking: bool
+) -> None:
+    tokenizer: PreTrainedTokenizerFast = make()  # type: ignore[operator]
+    chat = ChatFormat(tokenizer, thinking=thinking, template=template)
+    record = TargetRecord("t", None, chat.fingerprint)
+    for name, text in tokenizer_files(tokenizer, chat.template).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    found = trained_format(tmp_path, record, tokenizer)
+    assert found.fingerprint == chat.fingerprint
+    assert found.prompt_ids([SYSTEM, Q1]) == chat.prompt_ids([SYSTEM, Q1])
+    assert identity_warnings(record, found) == []
+
+
+def test_a_drafter_with_another_template_is_measured_on_the_targets_and_it_is_said(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{% broken", encoding="utf-8")
+    tokenizer = small.chatml()
+    for record in (None, TargetRecord("t")):  # nothing recorded: the target's own, and no word
+        found = trained_format(tmp_path, record, tokenizer)
+        assert found.fingerprint == ChatFormat(tokenizer).fingerprint
+        assert identity_warnings(record, found) == []
+    (tmp_path / "chat_template.jinja").write_text(small.SMOLLM2, encoding="utf-8")
+    record = TargetRecord("t", None, "0" * 64)
+    found = trained_format(tmp_path, record, tokenizer)
+    assert found.fingerprint == ChatFormat(tokenizer).fingerprint
+    assert "chat template" in identity_warnings(record, found)[0]

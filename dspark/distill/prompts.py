@@ -43,7 +43,6 @@ LONGEST_LINE = 16 << 20
 """Bytes. A longer line is a file of another format, or one that lost its line breaks."""
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -136,26 +135,30 @@ def _row(file: str, line: int, data: bytes | None, seen: Recorder) -> PromptRow:
 
 
 def _lines(path: Path, seen: Recorder) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (line number, bytes), None for a line that is too long; blank lines left out.
+    """Yield (line number, bytes), None for a line that is too long; blank lines left out."""
+    for number, data in enumerate(_raw_lines(path), start=1):
+        if number == 1 and data.startswith(_BYTE_ORDER_MARK):
+            seen.note("byte-order-mark", str(path), number)
+            data = data.removeprefix(_BYTE_ORDER_MARK)
+        if len(data) > LONGEST_LINE:
+            yield number, None
+        elif data.strip():
+            if data.endswith(b"\r\n"):
+                seen.note("crlf", str(path), number)
+            yield number, data.rstrip(b"\r\n")
+
+
+def _raw_lines(path: Path) -> Iterator[bytes]:
+    """Lines with their ends, of longer ones the beginning.
 
     Bytes are split at LF only, so U+2028 in a string is safe.
     """
     try:
         with path.open("rb") as stream:
-            number = 0
             while data := stream.readline(LONGEST_LINE + 1):
-                number += 1
-                if number == 1 and data.startswith(_BYTE_ORDER_MARK):
-                    seen.note("byte-order-mark", str(path), number)
-                    data = data.removeprefix(_BYTE_ORDER_MARK)
-                if len(data) > LONGEST_LINE:
-                    while not data.endswith(b"\n") and (data := stream.readline(_CHUNK)):
-                        pass
-                    yield number, None
-                elif data.strip():
-                    if data.endswith(b"\r\n"):
-                        seen.note("crlf", str(path), number)
-                    yield number, data.rstrip(b"\r\n")
+                yield data
+                while len(data) > LONGEST_LINE and not data.endswith(b"\n"):
+                    data = stream.readline(LONGEST_LINE + 1)
     except OSError as problem:
         raise UserError(f"{path}: cannot be read ({problem.strerror})") from problem
 

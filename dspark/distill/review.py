@@ -78,8 +78,8 @@ class FileReview:
                 f"  {len(places)} dropped, {reason}: {DROP_REASONS[reason]} ({show_places(named)})"
             )
         if self.shared:
-            places = show_places(self.shared)
-            out.append(f"  {len(self.shared)} ask what the other files ask too ({places})")
+            shown = show_places(self.shared)
+            out.append(f"  {len(self.shared)} ask what the other files ask too ({shown})")
         if self.answered:
             tokens = sum(row.supervised for row in self.answered)
             out.append(

@@ -48,7 +48,8 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, name: str | None = None) -
             f"{label(tokenizer)}; this template belongs to another model"
         )
     # the line break after the macro is eaten by the block tag: the template begins as written
-    return _NO_CLOCK + text if "strftime_now" in text else text
+    clock = "strftime_now" in text and not text.startswith(_NO_CLOCK)
+    return _NO_CLOCK + text if clock else text
 
 
 def shipped_templates() -> dict[str, Path]:

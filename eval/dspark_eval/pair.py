@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +24,9 @@ from dspark.runtime.target import Target
 from dspark_eval.settings import BenchOptions, EvalOptions
 from dspark_eval.speed import Decode
 from dspark_eval.suites import Suite
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ def load_pair(options: BenchOptions | EvalOptions) -> Pair:
     loaded = load_target(options.target, dtype=dtype, device=device)
     same_tokenizer = check_stored_tokenizer(options.draft, loaded.tokenizer)
     drafter = load_drafter(options.draft, loaded.target, dtype=dtype, device=device)
-    chat = ChatFormat(loaded.tokenizer)
+    chat = trained_format(options.draft, config.target, loaded.tokenizer)
     return Pair(
         target=loaded.target,
         drafter=drafter.eval(),
@@ -91,6 +96,31 @@ def load_pair(options: BenchOptions | EvalOptions) -> Pair:
         draft_length=draft_length,
         warnings=tuple(identity_warnings(config.target, chat, same_tokenizer=same_tokenizer)),
     )
+
+
+def trained_format(
+    draft: Path | str, trained_on: TargetRecord | None, tokenizer: PreTrainedTokenizerBase
+) -> ChatFormat:
+    """How prompts were written for the drafter: with its template and its thinking switch.
+
+    The template is the target's own, or the one kept beside the drafter; the hash that the drafter
+    recorded says which, and whether thinking was on. Where none fits, prompts are written as the
+    target's template does without thinking (`identity_warnings` then says so).
+    """
+    kept = Path(draft) / "chat_template.jinja"
+    templates: list[str | None] = [str(kept)] if kept.is_file() else []
+    if tokenizer.chat_template or not templates:
+        templates.insert(0, None)
+    wanted = trained_on.template_hash if trained_on else None
+    first = ChatFormat(tokenizer, template=templates[0])
+    if wanted in (None, first.fingerprint):
+        return first
+    for template in templates:
+        for thinking in (False, True):
+            chat = ChatFormat(tokenizer, thinking=thinking, template=template)
+            if chat.fingerprint == wanted:
+                return chat
+    return first
 
 
 def check_draft_length(asked: int | None, block_size: int) -> int:
