@@ -45,24 +45,37 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def convolve(windowed: Tensor, taps: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of the rows behind a window: silu of the causal convolution, q and k unit vectors.
+def convolve(windowed: Tensor, taps: Tensor, parts: int, heads: int) -> Tensor:
+    """silu of the causal convolution of the rows behind a window, in float32.
 
     Args:
-        windowed: [..., W-1+n, 3 heads K], the rows before and the rows themselves.
-        taps: [W, 3 heads K], the weight of the row itself last.
-        heads: Heads in a third of the channels.
+        windowed: [..., W-1+n, P heads K], the rows before and the rows themselves.
+        taps: [W, P heads K], the weight of the row itself last.
+        parts, heads: P of q, k and v, and the heads in each.
 
     Returns:
-        Three [..., n, heads, K], q scaled by K^-1/2.
+        [..., n, P, heads, K]
     """
     rows = windowed.shape[-2] - taps.shape[0] + 1
     windowed = wide(windowed)
     out = windowed[..., :rows, :] * taps[0]
     for i in range(1, taps.shape[0]):
         out = torch.addcmul(out, windowed[..., i : i + rows, :], taps[i])
-    q, k, v = F.silu(out).unflatten(-1, (3, heads, -1)).unbind(-3)
-    return _unit(q) * q.shape[-1] ** -0.5, _unit(k), v
+    return F.silu(out).unflatten(-1, (parts, heads, -1))
+
+
+def block_heads(windowed: Tensor, taps: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [..., n, heads, K] of block rows, q and k unit vectors, q times K^-1/2."""
+    rows = convolve(windowed, taps, 3, heads)
+    q, k = _unit(rows[..., :2, :, :]).unbind(-3)
+    return q * q.shape[-1] ** -0.5, k, rows[..., 2, :, :]
+
+
+def context_heads(windowed: Tensor, taps: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """k and v [..., n, heads, K] of context rows, which nobody asks; q channels are skipped."""
+    q = taps.shape[1] // 3
+    k, v = convolve(windowed[..., q:], taps[:, q:], 2, heads).unbind(-3)
+    return _unit(k), v
 
 
 def log_decay(f: Tensor, dt_bias: Tensor, rate: Tensor, bound: float) -> Tensor:
@@ -154,7 +167,7 @@ class DraftKDA(nn.Module):
         """What each block starts from: state [B*A, H, K, K] and window [B*A, W-1, C]."""
         before = self.shape.conv_size - 1
         rows = F.pad(self._rows(context), (0, 0, before, 0))
-        _, k, v = convolve(rows, self.conv_taps(), self.heads)
+        k, v = context_heads(rows, self.conv_taps(), self.heads)
         g, beta = self._decay(context)
         zero = k.new_zeros(len(context), self.heads, self.head_dim, self.head_dim)
         bound = self.shape.gate_lower_bound
@@ -166,7 +179,7 @@ class DraftKDA(nn.Module):
     def _block_rows(self, x: Tensor, window: Tensor) -> tuple[Tensor, ...]:
         """q, k, v [N, G, H, K], g and beta of blocks x [N, G, D] behind their windows."""
         rows = torch.cat((window, self._rows(x)), 1)
-        return (*convolve(rows, self.conv_taps(), self.heads), *self._decay(x))
+        return (*block_heads(rows, self.conv_taps(), self.heads), *self._decay(x))
 
     def _rows(self, x: Tensor) -> Tensor:
         """q, k and v before the convolution, side by side: [..., D] -> [..., C]."""

@@ -19,7 +19,8 @@ from dspark.draft.attention import rms_norm
 from dspark.draft.config import DraftConfig
 from dspark.draft.kda import (
     KDALayer,
-    convolve,
+    block_heads,
+    context_heads,
     gated_norm,
     kda_shape,
     log_decay,
@@ -56,7 +57,7 @@ class KDABackbone:
         rows, low, beta = F.linear(features, weights.context).split((*sizes[:2], rest), -1)
         before = context.window.shape[1]
         windowed = torch.cat((context.window.flatten(2), rows), 1)
-        _, k, v = convolve(windowed, weights.conv, layers * config.num_attention_heads)
+        k, v = context_heads(windowed, weights.conv, layers * config.num_attention_heads)
         # each layer widens its own low-rank decay: [L, B*n, R] x [L, R, HK]
         low = low.reshape(-1, layers, self.shape.gate_rank).transpose(0, 1)
         f = torch.bmm(low, weights.decay).transpose(0, 1).reshape(k.shape)
@@ -127,7 +128,7 @@ class KDABackbone:
         split = (3 * width, width, self.shape.gate_rank, heads)
         inputs = (normed @ layer.inputs).view(-1, slots, sum(split)) + layer.slots
         rows, gate, low, beta = inputs.split(split, -1)
-        q, k, v = convolve(torch.cat((window, rows), 1), layer.conv, heads)
+        q, k, v = block_heads(torch.cat((window, rows), 1), layer.conv, heads)
         f = (low @ layer.decay).view(k.shape)
         g = log_decay(f, layer.dt_bias, layer.rate, bound)
         beta = wide(beta).sigmoid()
