@@ -145,6 +145,9 @@ def test_a_ring_holds_the_last_positions_of_every_row(
             ring.append(buffer, rows[:, :, : kept[0]], length)
         else:
             ring.append_ragged([(buffer, rows)], context, kept)
+            for slots in ring.ragged_slots(context, count, kept).tolist():
+                written = [slot for slot in slots if slot < size]
+                assert len(set(written)) == len(written)
         context.move(kept)
         place = ring.place(context, causal=False)
         seen = place.write(buffer, torch.full((2, 1, 2, 1), 1000.0))

@@ -55,6 +55,7 @@ CASES = {
         yarn=None,
         hidden_act="situ",
     ),
+    "mla-sliding": replace(MLA, sliding_window=WINDOW, layer_types=(SLIDING, SLIDING)),
     "mla-mixed": replace(
         MLA, sliding_window=WINDOW, layer_types=(WHOLE, SLIDING), block_causal="all"
     ),

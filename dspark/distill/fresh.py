@@ -14,7 +14,7 @@ from dspark.distill.fingerprint import tokenizer_fingerprint
 from dspark.distill.settings import DrafterSettings
 from dspark.draft.config import DraftConfig, TargetRecord, default_tap_ids
 from dspark.draft.model import DSparkDrafter
-from dspark.draft.shapes import GLA, KDAShape, MLAShape
+from dspark.draft.shapes import GLA, KDAShape, MLAShape, Yarn
 from dspark.draft.start import initialise
 from dspark.draft.vocabulary import coverage, most_frequent, token_frequency
 from dspark.errors import UserError
@@ -59,7 +59,7 @@ def new_drafter(
                 tokenizer_fingerprint(tokenizer),
                 first_format(config.data, tokenizer).fingerprint,
             ),
-            **_backbone_fields(shape),
+            **_backbone_fields(config),
         )
     except ValueError as error:
         raise UserError(f"drafter: {error}") from None
@@ -111,19 +111,13 @@ def _draft_vocab(shape: DrafterSettings, target: Target) -> int | None:
     return size if size < target.vocab_size else None
 
 
-def _backbone_fields(shape: DrafterSettings) -> dict[str, Any]:
-    """Fields of DraftConfig that only this backbone has."""
-    if shape.backbone == "mla":
-        half = shape.head_dim // 2
-        sizes = MLAShape(
-            q_lora_rank=shape.mla_q_rank,
-            kv_lora_rank=shape.mla_kv_rank,
-            qk_nope_head_dim=half,
-            qk_rope_head_dim=half,
-            v_head_dim=half,
-        )
-        return {"mla": sizes}
+def _backbone_fields(config: DistillConfig) -> dict[str, Any]:
+    """Fields of DraftConfig that belong to backbones, and to positions."""
+    shape = config.drafter
     if shape.backbone == "kda":
+        for name in ("sliding_window", "yarn_factor"):
+            if getattr(shape, name) is not None:
+                raise ValueError(f"{name}: backbone kda has none; leave it at null")
         return {
             "kda": KDAShape(
                 order=GLA if shape.kda_order == GLA else int(shape.kda_order),
@@ -132,12 +126,26 @@ def _backbone_fields(shape: DrafterSettings) -> dict[str, Any]:
                 block_softmax=shape.kda_block_softmax,
             )
         }
-    if shape.sliding_window is None:
-        return {}
-    return {
-        "sliding_window": shape.sliding_window,
-        "layer_types": ("sliding_attention",) * shape.num_layers,
-    }
+    fields: dict[str, Any] = {}
+    if shape.backbone == "mla":
+        # The widths of the published K3 drafter, 128, 64 and 128, at any size.
+        fields["mla"] = MLAShape(
+            q_lora_rank=shape.mla_q_rank,
+            kv_lora_rank=shape.mla_kv_rank,
+            qk_nope_head_dim=shape.head_dim,
+            qk_rope_head_dim=shape.head_dim // 2,
+            v_head_dim=shape.head_dim,
+        )
+    if shape.sliding_window is not None:
+        fields["sliding_window"] = shape.sliding_window
+        fields["layer_types"] = ("sliding_attention",) * shape.num_layers
+    if shape.yarn_factor is not None:
+        # DeepSeek's temperature where the softmax belongs to it, the paper's elsewhere.
+        terms = 1.0 if shape.backbone == "mla" else None
+        length = config.data.max_length
+        fields["yarn"] = Yarn(shape.yarn_factor, length, mscale=terms, mscale_all_dim=terms)
+        fields["max_position_embeddings"] = int(shape.yarn_factor * length)
+    return fields
 
 
 def _mask_token(config: DistillConfig, target: Target, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -108,8 +108,11 @@ class DrafterSettings:
     num_layers: int = option(2, "layers of the backbone")
     num_heads: int = option(6, "query heads")
     num_kv_heads: int = option(2, "attention: key/value heads; divides num_heads")
-    head_dim: int = option(32, "channels per head; mla: rotated and unrotated half")
-    sliding_window: int | None = option(None, "attention: context positions seen; null: all")
+    head_dim: int = option(32, "channels per head; mla: half as many rotated ones beside them")
+    sliding_window: int | None = option(None, "not kda: context positions seen; null: all")
+    yarn_factor: float | None = option(
+        None, "not kda: positions stretched to so many times data.max_length; null: as they are"
+    )
     mla_q_rank: int = option(48, "mla: width of the query latent")
     mla_kv_rank: int = option(32, "mla: width of the key-value latent, what the context keeps")
     kda_order: str = option("0", "kda: terms of the block's series, 0..block_size-1, or gla")
@@ -132,8 +135,8 @@ class DrafterSettings:
     def __post_init__(self) -> None:
         _check_at_least(
             "drafter", self, 1, "num_layers", "num_heads", "num_kv_heads", "head_dim",
-            "intermediate_size", "markov_rank", "block_size", "sliding_window", "mla_q_rank",
-            "mla_kv_rank", "kda_conv", "kda_gate_rank", "draft_vocab",
+            "intermediate_size", "markov_rank", "block_size", "sliding_window", "yarn_factor",
+            "mla_q_rank", "mla_kv_rank", "kda_conv", "kda_gate_rank", "draft_vocab",
         )  # fmt: skip
         for name, known in (("backbone", BACKBONES), ("head", MARKOV_HEAD_TYPES)):
             value = getattr(self, name)

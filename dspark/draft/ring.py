@@ -82,13 +82,19 @@ class Ring:
 
         What is not kept, or would be overwritten at once, goes into the room for the block.
         """
-        count = buffers[0][1].shape[-2]
+        slot = self.ragged_slots(context, buffers[0][1].shape[-2], kept)
+        for buffer, rows in buffers:
+            buffer.scatter_(-2, slot[:, None, :, None].expand(rows.shape), rows)
+
+    def ragged_slots(self, context: DraftContext, count: int, kept: list[int]) -> Tensor:
+        """[B, count] slots of the rows after each length, R where a row is not to be kept.
+
+        No other slot appears twice in a batch row: which of two writes wins is not defined.
+        """
         offset = torch.arange(count, device=context.device)
         keep = torch.tensor(kept, device=context.device)[:, None]
         used = (offset < keep) & (offset >= keep - self.size)
-        slot = ((context.lengths[:, None] + offset) % self.size).where(used, self.size)
-        for buffer, rows in buffers:
-            buffer.scatter_(-2, slot[:, None, :, None].expand(rows.shape), rows)
+        return ((context.lengths[:, None] + offset) % self.size).where(used, self.size)
 
     def place(self, context: DraftContext, causal: bool) -> BlockPlace:
         """The block anchored at the context's lengths."""
