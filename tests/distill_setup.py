@@ -16,8 +16,8 @@ from dspark.distill.chat import TrainingRow
 from dspark.distill.config import DistillConfig, load_config
 from dspark.distill.loop import find_checkpoint, train
 from dspark.distill.processes import Processes
-from dspark.distill.settings import TrainSettings
 from dspark.distill.state import Progress
+from dspark.distill.train_settings import TrainSettings
 from dspark.distill.trainer import Trainer
 from dspark.draft.config import DraftConfig
 from dspark.draft.model import DSparkDrafter

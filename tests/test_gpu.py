@@ -15,7 +15,7 @@ from torch import Tensor
 from dspark.distill.chat import TrainingRow
 from dspark.distill.objective import to_vector
 from dspark.distill.processes import Processes
-from dspark.distill.settings import TrainSettings
+from dspark.distill.train_settings import TrainSettings
 from dspark.distill.trainer import Trainer
 from dspark.draft.config import DraftConfig
 from dspark.draft.model import DSparkDrafter

@@ -14,8 +14,8 @@ from torch import Tensor
 from dspark.distill.fused import DraftVocabulary
 from dspark.distill.loss import LossSums, chunk_slots, distill_loss
 from dspark.distill.objective import objective as objective_of
-from dspark.distill.settings import TrainSettings
 from dspark.distill.terms import Grid, Objective, dpace_weights
+from dspark.distill.train_settings import TrainSettings
 from dspark.draft.heads import VanillaMarkovHead
 from dspark.errors import UserError
 from tests.tolerance import assert_close

@@ -19,8 +19,9 @@ from dspark.distill.evaluate import Decoded, count_rounds, decode_held_out, disa
 from dspark.distill.loss import LossSums
 from dspark.distill.objective import batch_sums, objective, report, zero_sums
 from dspark.distill.optim import Optimiser, learning_rate
-from dspark.distill.settings import EvalSettings, TrainSettings
+from dspark.distill.settings import EvalSettings
 from dspark.distill.taps import BadFeatures, target_features
+from dspark.distill.train_settings import TrainSettings
 from dspark.distill.trainer import NonFinite, Trainer
 from dspark.draft.anchors import blocks
 from dspark.runtime.records import RoundRecord

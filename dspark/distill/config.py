@@ -25,8 +25,8 @@ from dspark.distill.settings import (
     EvalSettings,
     OutSettings,
     TargetSettings,
-    TrainSettings,
 )
+from dspark.distill.train_settings import TrainSettings
 from dspark.errors import UserError
 
 

@@ -1,6 +1,7 @@
 """The loop around the steps: records, evaluation, checkpoints, and stopping without loss.
 
-Nothing in here touches the weights. Ctrl-C (or SIGTERM) ends the step that is running, saves, and
+Nothing in here touches the weights, but where a mean of them is kept they become it at the end
+(evaluation borrows it before). Ctrl-C (or SIGTERM) ends the step that is running, saves, and
 raises KeyboardInterrupt; a second one leaves at once, with the last checkpoint to go on from.
 """
 
@@ -31,6 +32,7 @@ from dspark.distill.state import (
     restore_checkpoint,
     save_checkpoint,
 )
+from dspark.distill.tensorboard import scalar_log
 from dspark.distill.trainer import StepResult, Trainer
 from dspark.errors import UserError
 
@@ -66,6 +68,7 @@ class _Loop:
     evaluate: Evaluate
     reporter: Reporter
     progress: Progress
+    log: Callable[[dict[str, Any]], None]
     window: _Window = field(default_factory=_Window)
     saved: int = -1
 
@@ -127,11 +130,13 @@ class _Loop:
             "grad_norm": result.grad_norm,
         }
         if evaluating:
-            record |= self.evaluate()
+            with self.trainer.optimiser.averaged():
+                record |= self.evaluate()
             self.reporter.line(_evaluation_line(record, self.total))
             if record.get("warning"):
                 self.reporter.line(f"warning: {record['warning']}")
         self.progress.history.append(record)
+        self.log(record)
         self.window = _Window()
 
 
@@ -159,8 +164,13 @@ def train(
     with (
         Reporter("distilling", total, done=progress.step, console=console) as reporter,
         _stop_on_signal(trainer, reporter),
+        scalar_log(
+            Path(config.out.dir),
+            progress.step,
+            config.out.tensorboard and trainer.processes.is_main,
+        ) as log,
     ):
-        loop = _Loop(trainer, config, rows_digest, evaluate, reporter, progress)
+        loop = _Loop(trainer, config, rows_digest, evaluate, reporter, progress, log)
         first, started = progress.step, time.perf_counter()
         while progress.step < total:
             loop.step()
@@ -169,6 +179,7 @@ def train(
                 left = pace * (total - progress.step)
                 reporter.line(f"{pace:.2f} s a step, about {_duration(left)} left")
         loop.save()
+    trainer.optimiser.settle()
     return progress
 
 

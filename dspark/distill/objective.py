@@ -18,9 +18,9 @@ from torch import Tensor
 from dspark.distill.batches import Batch
 from dspark.distill.fused import DraftVocabulary
 from dspark.distill.loss import LossSums, distill_loss
-from dspark.distill.settings import TrainSettings
 from dspark.distill.taps import FeatureSource, target_features
 from dspark.distill.terms import Objective
+from dspark.distill.train_settings import TrainSettings
 from dspark.draft.anchors import block_inputs, blocks
 from dspark.draft.model import DSparkDrafter
 from dspark.runtime.draft_head import DraftHead

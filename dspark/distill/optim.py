@@ -1,4 +1,4 @@
-"""The optimiser step of data-parallel training: flat gradients, a schedule, checked AdamW.
+"""The optimiser step of data-parallel training: flat gradients, a schedule, checked updates.
 
 Gradients of all parameters are views into one float32 buffer. A step's loss is a sum over slots and
 its normaliser W is the sum of slot weights over every row of the step, so
@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
+from dspark.distill.average import Average
+from dspark.distill.moments import CODECS
+from dspark.distill.muon import Muon, hidden_matrices
 from dspark.distill.processes import Processes
-from dspark.distill.settings import TrainSettings
+from dspark.distill.rules import AdamW, Named, PackedAdamW, Rule, adamw_layout, check_state
+from dspark.distill.train_settings import TrainSettings
 
 
 def learning_rate(step: int, total: int, settings: TrainSettings) -> float:
@@ -97,56 +102,67 @@ def _grad(parameter: nn.Parameter) -> Tensor:
 
 
 class Optimiser:
-    """AdamW over float32 master weights, whose state goes in and out as named tensors."""
+    """Update rules over float32 master weights, whose state goes in and out as named tensors.
+
+    AdamW over everything, or Muon over the matrices of the hidden layers and AdamW over the rest;
+    AdamW's moments as they are or packed; and, if asked for, a running mean of the weights.
+    """
 
     def __init__(self, module: nn.Module, settings: TrainSettings) -> None:
         self.gradients = FlatGradients(module)
-        self._adamw = torch.optim.AdamW(
-            [p for _, p in self.gradients.named],
-            lr=settings.lr,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
+        self._rules = _rules(module, self.gradients.named, settings)
+        self._average = Average(self.gradients.named, settings.ema) if settings.ema else None
 
     def step(self, lr: float) -> None:
         """Apply the gradient buffer at rate `lr`."""
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        self._adamw.step()
+        for rule in self._rules:
+            rule.step(lr)
+        if self._average is not None:
+            self._average.update()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the module holds the mean of its weights, if one is kept; then its own again."""
+        return nullcontext() if self._average is None else self._average.in_place()
+
+    def settle(self) -> None:
+        """Leave the mean of the weights in the module, if one is kept. Training ends with this."""
+        if self._average is not None:
+            self._average.settle()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Moments and update counts, float32: `<parameter>.exp_avg`, `.exp_avg_sq`, `.step`."""
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self.gradients.named:
-            for key, value in self._adamw.state.get(parameter, {}).items():
-                tensors[f"{name}.{key}"] = value.detach().contiguous()
-        return tensors
+        """What the next update depends on, as `<parameter>.<key>`; empty before the first.
+
+        AdamW: `.exp_avg`, `.exp_avg_sq`, `.step`, float32 (or the packed parts of the first two).
+        Muon: `.momentum`. Running mean: `.average`, and their number.
+        """
+        return {name: tensor for part in self._parts() for name, tensor in part.state().items()}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Restore what `state_tensors` gave. Raises KeyError or ValueError if it does not fit."""
         if not tensors:  # saved before the first update
             return
-        check_moments(tensors, self.gradients.named)
-        for name, parameter in self.gradients.named:
-            self._adamw.state[parameter] = {
-                key: tensors[f"{name}.{key}"].to(parameter.device if key != "step" else "cpu")
-                for key in ("step", "exp_avg", "exp_avg_sq")
-            }
+        layouts = [part.layout() for part in self._parts()]
+        check_state(tensors, {name: entry for each in layouts for name, entry in each.items()})
+        for part, layout in zip(self._parts(), layouts, strict=True):
+            part.load({name: tensors[name] for name in layout})
+
+    def _parts(self) -> list[Rule | Average]:
+        return [*self._rules, *([] if self._average is None else [self._average])]
 
 
-def check_moments(
-    tensors: Mapping[str, Tensor], named: Sequence[tuple[str, nn.Parameter]]
-) -> None:
+def _rules(module: nn.Module, named: Named, settings: TrainSettings) -> list[Rule]:
+    matrices = hidden_matrices(module) if settings.optimizer == "muon" else set()
+    rest = [(name, p) for name, p in named if name not in matrices]
+    rules: list[Rule] = []
+    if settings.moments == "fp32":
+        rules.append(AdamW(rest, settings))
+    else:
+        rules.append(PackedAdamW(rest, settings, CODECS[settings.moments]))
+    if matrices:
+        rules.append(Muon([(name, p) for name, p in named if name in matrices], settings))
+    return rules
+
+
+def check_moments(tensors: Mapping[str, Tensor], named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Raise KeyError or ValueError unless `tensors` are AdamW's state of these parameters."""
-    expected = {
-        f"{name}.{key}": torch.Size([]) if key == "step" else p.shape
-        for name, p in named
-        for key in ("step", "exp_avg", "exp_avg_sq")
-    }
-    if tensors.keys() != expected.keys():
-        odd = sorted(tensors.keys() ^ expected.keys())
-        raise KeyError(f"optimiser state does not fit the drafter: {', '.join(odd[:5])}")
-    for name, shape in expected.items():
-        if tensors[name].shape != shape or tensors[name].dtype != torch.float32:
-            raise ValueError(f"optimiser state {name}: expected float32 {tuple(shape)}")
+    check_state(tensors, adamw_layout(named))

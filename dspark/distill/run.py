@@ -46,6 +46,7 @@ from dspark.distill.processes import Processes
 from dspark.distill.prompts import read_prompts
 from dspark.distill.state import MODEL, Progress, check_same_settings
 from dspark.distill.taps import FeatureSource
+from dspark.distill.tensorboard import require_tensorboard
 from dspark.distill.trainer import Trainer
 from dspark.distill.warm import warm_start
 from dspark.draft.calibration import CALIBRATION_FILE, measured
@@ -70,6 +71,8 @@ def run_distill(
     Raises UserError for wrong input, a folder that holds another run or is in use by one, a full
     disk or a training that turned non-finite; KeyboardInterrupt after saving a resumable state.
     """
+    if config.out.tensorboard:
+        require_tensorboard()
     console = console or Console(stderr=True)
     processes = Processes.start(config.target.device)
     if not processes.is_main:

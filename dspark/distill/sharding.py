@@ -18,6 +18,7 @@ knows nothing of w, and a run may go on with another number of processes, or wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from dspark.distill.optim import check_moments, master_weights
 from dspark.distill.processes import Processes
-from dspark.distill.settings import TrainSettings
+from dspark.distill.train_settings import TrainSettings
 
 BUCKET = 8 << 20
 """Parameters that a bucket is closed after: 32 MiB of gradients exist beyond the own parts."""
@@ -182,6 +183,13 @@ class ShardedOptimiser:
         self._adamw.step()
         for bucket in self.gradients.buckets:
             self._processes.gather_parts(bucket.weights)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """As `Optimiser.averaged`; a mean of shared-out weights is refused by the settings."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """As `Optimiser.settle`."""
 
     def state_tensors(self) -> dict[str, Tensor]:
         """As `Optimiser.state_tensors`, on process 0; all processes must call it, others get {}."""

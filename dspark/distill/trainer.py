@@ -32,9 +32,9 @@ from dspark.distill.objective import (
 )
 from dspark.distill.optim import Optimiser, learning_rate
 from dspark.distill.processes import Processes
-from dspark.distill.settings import TrainSettings
 from dspark.distill.sharding import ShardedOptimiser
 from dspark.distill.taps import BadFeatures, FeatureSource, KeptFeatures
+from dspark.distill.train_settings import TrainSettings
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
 from dspark.runtime.target import Target
