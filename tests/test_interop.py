@@ -523,6 +523,23 @@ def test_a_reduced_vocabulary_carries_both_maps_and_its_rows_of_the_head(tmp_pat
             import_drafter(tmp_path / name, tmp_path / "y", target_copies=target)
 
 
+def test_a_drafter_without_rows_for_the_targets_padding_is_the_whole_vocabulary(
+    tmp_path: Path,
+) -> None:
+    """50 rows of a padded table of which 48 are tokens, and 48 draft ids without a map."""
+    raw = published(draft_vocab_size=48)
+    folder = write_published(tmp_path / "theirs", raw, config=replace(PLAIN, draft_vocab_size=48))
+    tensors = stored(folder)
+    del tensors["d2t"], tensors["t2d"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match="draft_vocab_size 48 of 50 but no d2t"):
+        import_drafter(folder, tmp_path / "x", given=STATED)
+    import_drafter(folder, tmp_path / "ours", given=replace(STATED, target=facts()))
+    ids = load_drafter(tmp_path / "ours").draft_ids
+    assert ids is not None
+    assert torch.equal(ids, torch.arange(48))
+
+
 def test_a_layout_that_stores_the_targets_tables_asks_for_the_target(tmp_path: Path) -> None:
     save_drafter(tmp_path / "ours", drafter(PLAIN))
     with pytest.raises(

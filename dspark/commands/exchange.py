@@ -74,6 +74,7 @@ def describe(config: DraftConfig) -> list[tuple[str, str]]:
         ("block size", str(config.block_size)),
         ("mask token", str(config.mask_token_id)),
         ("rope", str(Rope(config.rope_theta, config.yarn))),
+        ("max context", f"{config.max_position_embeddings} tokens"),
         ("head", f"{config.markov_head_type}, rank {config.markov_rank}"),
         ("confidence", "yes" if config.enable_confidence_head else "no"),
     ]

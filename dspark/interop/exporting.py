@@ -16,14 +16,15 @@ from dspark.draft.calibration import CALIBRATION_FILE
 from dspark.draft.checkpoint import TargetCopies, check_vocabulary, read_calibration, read_config
 from dspark.draft.config import DraftConfig
 from dspark.draft.folder import TensorFolder, check_inside
-from dspark.draft.vocabulary import OFFSETS, vocabulary_ids
+from dspark.draft.vocabulary import OFFSETS
 from dspark.errors import UserError
 from dspark.files import read_json
 from dspark.interop.formats import format_named
-from dspark.interop.importing import KEPT_FILE, own_tensors, require_new, unknown_keys, write
+from dspark.interop.importing import KEPT_FILE, require_new, unknown_keys, write
 from dspark.interop.names import COPIES
 from dspark.interop.spec import Format, Given, Source
 from dspark.interop.target_tables import copies_of
+from dspark.interop.tensors import draft_ids, own_tensors
 
 # Written anew from what the drafter is, but the original says more.
 _RESTORED = ("speculators_config", "speculators_version")
@@ -102,7 +103,7 @@ def _tables(
     for name, table in zip(COPIES, (target.embed, target.lm_head), strict=True):
         if tuple(table.shape) != shape:
             raise ValueError(f"{name} of the target is {tuple(table.shape)}, expected {shape}")
-    ids = vocabulary_ids(tensors[OFFSETS]) if OFFSETS in tensors else None
+    ids = draft_ids(tensors)
     dtype = tensors["fc.weight"].dtype
     return {name: table.to(dtype) for name, table in copies_of(target, wanted, ids).items()}
 

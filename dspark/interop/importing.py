@@ -17,18 +17,17 @@ import torch
 from torch import Tensor
 
 from dspark.draft.calibration import CALIBRATION_FILE
-from dspark.draft.checkpoint import TargetCopies, check_dtype, check_vocabulary, read_calibration
+from dspark.draft.checkpoint import TargetCopies, read_calibration
 from dspark.draft.config import DraftConfig
 from dspark.draft.config_file import config_to_dict
 from dspark.draft.folder import CONFIG_FILE, TensorFolder, read_object, write_folder
-from dspark.draft.model import DSparkDrafter
-from dspark.draft.vocabulary import MEMBERS, OFFSETS, vocabulary_ids
 from dspark.errors import UserError
 from dspark.files import json_text
 from dspark.interop.formats import format_of
 from dspark.interop.names import COPIES, our_names, why_foreign
 from dspark.interop.spec import Format, Given, Reading, Source
 from dspark.interop.target_tables import compare_copies
+from dspark.interop.tensors import draft_ids, read_tensors
 
 KEPT_FILE = "interop.json"
 
@@ -103,13 +102,13 @@ def import_drafter(
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
     _check_sizes(path, reading.config, given)
-    tensors = _own_tensors(stored, theirs, reading.config)
+    tensors = read_tensors(stored, theirs, reading.config, given)
     copies = [name for name in COPIES if name in theirs]
     compared = target_copies is not None
     if target_copies is not None:
         held = stored.read(theirs[name] for name in copies)
         mine = {name: held[theirs[name]] for name in copies}
-        compare_copies(folder, mine, target_copies, _draft_ids(tensors))
+        compare_copies(folder, mine, target_copies, draft_ids(tensors))
     _check_tying(path, raw, copies, target_copies)
     dropped = (*skipped, *(theirs[name] for name in copies))
     texts = {KEPT_FILE: json_text(_kept(found, reading, dropped)), **_calibration(folder, reading)}
@@ -143,36 +142,6 @@ def write(
         raise UserError(f"{out}: cannot be written ({error.strerror or error})") from None
 
 
-def own_tensors(stored: TensorFolder, theirs: Mapping[str, str], config: DraftConfig) -> list[str]:
-    """Our names of a drafter's tensors, all of which `stored` holds in the right shape.
-
-    Raises:
-        UserError: Missing, unexpected, misshapen or quantised tensors.
-    """
-    with torch.device("meta"):
-        expected = DSparkDrafter(config).state_dict()
-    problems = {
-        "missing": [name for name in expected if name not in theirs],
-        "unexpected": [
-            their for name, their in theirs.items() if name not in expected and name not in COPIES
-        ],
-    }
-    if any(problems.values()):
-        listed = [
-            f"{kind} tensors: {', '.join(names)}" for kind, names in problems.items() if names
-        ]
-        raise UserError(f"{stored.folder}: {'; '.join(listed)}")
-    for name, tensor in expected.items():
-        entry = stored.entries[theirs[name]]
-        if entry.shape != tuple(tensor.shape):
-            raise UserError(
-                f"{entry.path}: {theirs[name]} has shape {entry.shape}, expected "
-                f"{tuple(tensor.shape)} by {CONFIG_FILE}"
-            )
-        check_dtype(entry.path, theirs[name], entry.dtype, tensor.dtype)
-    return list(expected)
-
-
 def unknown_keys(rest: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of keys with a value that were not read and are not housekeeping; a dot for nests."""
     found: list[str] = []
@@ -186,34 +155,6 @@ def unknown_keys(rest: Mapping[str, Any]) -> tuple[str, ...]:
             if name not in _HOUSEKEEPING and held is not None
         ]  # fmt: skip
     return tuple(found)
-
-
-def _own_tensors(
-    stored: TensorFolder, theirs: Mapping[str, str], config: DraftConfig
-) -> dict[str, Tensor]:
-    names = dict(theirs)
-    if config.draft_vocab_size is None:  # an identity map says nothing
-        names.pop(OFFSETS, None)
-        names.pop(MEMBERS, None)
-    elif OFFSETS in names and MEMBERS not in names:
-        raise UserError(
-            f"{stored.folder}: {OFFSETS} without {MEMBERS}: a reduced vocabulary has both"
-        )
-    elif OFFSETS not in names:
-        raise UserError(
-            f"{stored.folder}: draft_vocab_size {config.draft_vocab_size} of {config.vocab_size} "
-            f"but no {OFFSETS}: which ids of the target are they?"
-        )
-    wanted = own_tensors(stored, names, config)
-    held = stored.read(names[name] for name in wanted)
-    tensors = {name: held[names[name]] for name in wanted}
-    if OFFSETS in tensors:
-        check_vocabulary(stored.folder, tensors)
-    return tensors
-
-
-def _draft_ids(tensors: Mapping[str, Tensor]) -> Tensor | None:
-    return vocabulary_ids(tensors[OFFSETS]) if OFFSETS in tensors else None
 
 
 def _check_sizes(path: Path, config: DraftConfig, given: Given) -> None:
