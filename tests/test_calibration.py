@@ -42,7 +42,9 @@ GREEDY = Fitted(
     top_k=0,
     method="token",
     temperatures=(2.0, 0.5, 1.0),
+    curves=((1.0, 1.0, 0.0), (0.5, 1.5, -0.25), (1.0, 1.0, 0.0)),
     ece_before=(0.06, 0.07, None),
+    ece_scaled=(0.02, 0.03, None),
     ece_after=(0.01, 0.02, None),
     ece_floor=(0.01, 0.015, None),
     auc=(0.8, None, None),
@@ -90,7 +92,9 @@ def test_a_fitted_entry_stands_in_the_file_as_it_is() -> None:
     assert written["calibrated"] is True
     assert written["settings"][0] == {
         "temperature": 0.0, "top_p": 1.0, "top_k": 0, "method": "token",
-        "temperatures": [2.0, 0.5, 1.0], "ece_before": [0.06, 0.07, None],
+        "temperatures": [2.0, 0.5, 1.0],
+        "curves": [[1.0, 1.0, 0.0], [0.5, 1.5, -0.25], [1.0, 1.0, 0.0]],
+        "ece_before": [0.06, 0.07, None], "ece_scaled": [0.02, 0.03, None],
         "ece_after": [0.01, 0.02, None], "ece_floor": [0.01, 0.015, None],
         "auc": [0.8, None, None], "brier": [0.2, 0.1, None],
         "average_ece_after_ci95": [0.008, 0.02], "rounds": 900, "prompts": 60,
@@ -113,6 +117,8 @@ def test_a_new_entry_replaces_the_one_for_its_setting() -> None:
     assert GOOD.with_fitted(NUCLEUS, again).settings == (GREEDY, NUCLEUS, again)
     with pytest.raises(ValueError, match="4 temperatures for 3 slots"):
         GOOD.with_fitted(replace(WARM, temperatures=(1.0,) * 4))
+    with pytest.raises(ValueError, match="2 curves for 3 slots"):
+        GOOD.with_fitted(replace(WARM, curves=WARM.curves[:2]))
 
 
 # ------------------------------------------------------------------ which entry is used
@@ -141,12 +147,18 @@ def test_an_unknown_setting_says_which_entry_stands_in() -> None:
     assert "not calibrated; run `dspark calibrate`" in str(RAW.warning(sampling(1.0)))
 
 
-def test_confidence_is_the_sigmoid_of_the_logit_over_the_slots_temperature() -> None:
+def test_confidence_is_the_step_of_the_calibrated_survival() -> None:
+    """By hand: slot 1 has the identity curve; slot 2 bends the product P of both."""
     logits = torch.tensor([[2.0, -1.0], [0.0, 3.0]])
-    expected = [[1 / (1 + math.exp(-x / t)) for x, t in zip(row, (2.0, 0.5), strict=True)]
-                for row in logits.tolist()]  # fmt: skip
+    expected = []
+    for first, second in logits.tolist():
+        one = 1 / (1 + math.exp(-first / 2.0))
+        product = one / (1 + math.exp(-second / 0.5))
+        score = 0.5 * math.log(product) - 1.5 * math.log(1 - product) - 0.25
+        two = min(one, 1 / (1 + math.exp(-score)))
+        expected.append([one, two / one])
     found = GOOD.confidence(logits, sampling(0.0))
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=0)
     assert torch.equal(RAW.confidence(logits, sampling(0.0)), torch.sigmoid(logits))
     assert GOOD.confidence(logits.bfloat16(), sampling(1.0)).dtype == torch.float32
 
@@ -216,6 +228,9 @@ BAD_ENTRIES = {
     "temperatures: inf given": {"temperatures": [1.0, math.inf, 1.0]},
     "temperatures: None given": {"temperatures": [1.0, None, 1.0]},
     "temperatures: a list of 3": {"temperatures": [1.0, 1.0]},
+    "curves: a list of 3": {"curves": [[1.0, 1.0, 0.0]]},
+    "curves: .*a, b >= 0 was": {"curves": [[1.0, -1.0, 0.0]] * 3},
+    "curves: 1.0 given": {"curves": [1.0, 1.0, 1.0]},
     "temperature: -1 given": {"temperature": -1},
     "temperature: nan given": {"temperature": math.nan},
     "top_p: 0.0 given": {"top_p": 0},

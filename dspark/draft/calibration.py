@@ -1,12 +1,15 @@
 """`calibration.json`: how far a drafter's confidence may be believed, and what puts it right.
 
-    confidence of slot k = sigmoid(l_k / T_k)       l_k: logit of the confidence head
+    P_j = prod_{k<=j} sigmoid(l_k / T_k)            l_k: logit of the confidence head
+    s_j = min_{i<=j} sigmoid(a_i ln P_i - b_i ln(1 - P_i) + d_i)
+    confidence of slot j = s_j / s_{j-1}            s_0 = 1
 
-There is one entry of temperatures for each sampling setting, since what is accepted depends on how
-the target samples, while l_k comes from the drafter at temperature 1 unfiltered, always. They are
-fitted on rounds of the run-time process (`scaling`), so that the product of the confidences is the
-chance that a prefix survives. A setting without an entry uses the nearest, and whoever reports
-numbers says so. A drafter with no entries reports its head's raw sigmoid.
+There is one entry for each sampling setting, since what is accepted depends on how the target
+samples, while l_k comes from the drafter at temperature 1 unfiltered, always. Temperatures
+(`scaling`) and curves (`curves`) are fitted on rounds of the run-time process, so that the product
+of the confidences, s_j, is the chance that a prefix survives; both are causal in the slots. A
+setting without an entry uses the nearest, and whoever reports numbers says so. A drafter with no
+entries reports its head's raw sigmoid.
 
 Version 1 of the file had no entries, only the teacher-forced means that still stand beside them;
 it is read as what it says. Version 2 is written.
@@ -14,12 +17,14 @@ it is read as what it says. Version 2 is written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dspark.draft.config import DraftConfig
@@ -29,6 +34,8 @@ SCHEMA_VERSION = 2
 TEACHER_FORCED = "held-out rows, teacher-forced, temperature 1"
 
 Slots = tuple[float | None, ...]
+_SMALLEST = 1e-7  # products are kept this far from 0 and 1, as in the fit
+_LOG_SMALLEST = math.log(_SMALLEST)
 
 
 class Sampling(Protocol):
@@ -46,15 +53,17 @@ class Sampling(Protocol):
 
 @dataclass(frozen=True)
 class Fitted:
-    """The temperatures of one sampling setting, and what they were worth on held-out rounds.
+    """What corrects one sampling setting, and what it was worth on held-out rounds.
 
     temperature, top_p, top_k  the target's and the drafter's sampling; 0 temperature is greedy
     method       how rounds were verified: "token", one accept-or-reject per token
     temperatures [G] > 0, what the logits of a slot are divided by
+    curves       [G] of (a, b, d), a and b >= 0; (1, 1, 0) changes nothing
     ece_before   [G] ECE of the survival product with the raw sigmoid; None: slot never verified
-    ece_after    [G] the same once scaled, on prompts that the temperatures were not fitted on
+    ece_scaled   [G] with the temperatures alone, which is what other engines use
+    ece_after    [G] with temperatures and curves; like ece_scaled on prompts not fitted on
     ece_floor    [G] what a perfect forecast would show on as many rounds: ECE is never 0
-    auc          [G] of the scaled product; None also where all rounds ended alike
+    auc          [G] of the calibrated s; None also where all rounds ended alike
     brier        [G] likewise
     average_ece_after_ci95  of the mean over slots, resampling prompts; None below two prompts
     rounds, prompts         how many were fitted on, and judged
@@ -65,7 +74,9 @@ class Fitted:
     top_k: int
     method: str
     temperatures: tuple[float, ...]
+    curves: tuple[tuple[float, float, float], ...]
     ece_before: Slots
+    ece_scaled: Slots
     ece_after: Slots
     ece_floor: Slots
     auc: Slots
@@ -76,8 +87,15 @@ class Fitted:
 
     def confidence(self, logits: Tensor) -> Tensor:
         """Raw logits [..., g] of the first g slots -> calibrated confidence, same shape, fp32."""
-        temperatures = _on_device(self.temperatures, logits.device)
-        return torch.sigmoid(logits.float() / temperatures[: logits.shape[-1]])
+        slots = logits.shape[-1]
+        columns = _on_device(self.temperatures, self.curves, logits.device)[:, :slots]
+        temperatures, a, b, d = columns.unbind(0)
+        log_product = F.logsigmoid(logits.float() / temperatures).cumsum(-1)
+        log_product = log_product.clamp(_LOG_SMALLEST, -_SMALLEST)
+        bent = a * log_product - b * torch.log(-torch.expm1(log_product)) + d
+        log_survival = F.logsigmoid(bent).cummin(-1).values
+        before = F.pad(log_survival[..., :-1], (1, 0))
+        return (log_survival - before).exp()
 
     @property
     def setting(self) -> str:
@@ -141,8 +159,9 @@ class Calibration:
     def with_fitted(self, *entries: Fitted) -> Calibration:
         """These entries added, each in place of the one for the same setting, sorted."""
         for entry in entries:
-            if len(entry.temperatures) != self.slots:
-                raise ValueError(f"{len(entry.temperatures)} temperatures for {self.slots} slots")
+            for name, found in (("temperatures", entry.temperatures), ("curves", entry.curves)):
+                if len(found) != self.slots:
+                    raise ValueError(f"{len(found)} {name} for {self.slots} slots")
         kept = [old for old in self.settings if all(any(_distance(old, new)) for new in entries)]
         ordered = sorted([*kept, *entries], key=lambda e: (e.temperature, e.top_p, e.top_k))
         return replace(self, settings=tuple(ordered))
@@ -183,10 +202,15 @@ def measured(held_out: Mapping[str, Any] | None, config: DraftConfig, rows: int)
 
 
 @lru_cache(maxsize=64)
-def _on_device(temperatures: tuple[float, ...], device: torch.device) -> Tensor:
-    """Copied once: a round must not wait for the host."""
+def _on_device(
+    temperatures: tuple[float, ...],
+    curves: tuple[tuple[float, float, float], ...],
+    device: torch.device,
+) -> Tensor:
+    """[4, G] rows T, a, b, d. Copied once: a round must not wait for the host."""
+    rows = [temperatures, *zip(*curves, strict=True)]
     with torch.inference_mode(False):
-        return torch.tensor(temperatures, dtype=torch.float32, device=device)
+        return torch.tensor(rows, dtype=torch.float32, device=device)
 
 
 def _distance(entry: Sampling, sampling: Sampling) -> tuple[float, float, float]:
@@ -204,7 +228,8 @@ def _inverse(k: int) -> float:
 
 
 def _entry_dict(entry: Fitted) -> dict[str, Any]:
-    return {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in asdict(entry).items()
-    }
+    return {key: _listed(value) for key, value in asdict(entry).items()}
+
+
+def _listed(value: Any) -> Any:
+    return [_listed(part) for part in value] if isinstance(value, tuple) else value

@@ -87,7 +87,9 @@ def _fitted(raw: Any, block_size: int) -> Fitted:
         top_k=_count(raw.get("top_k"), "top_k"),
         method=method,
         temperatures=_temperatures(raw, block_size),
+        curves=_curves(raw, block_size),
         ece_before=_probabilities(raw, "ece_before", block_size),
+        ece_scaled=_probabilities(raw, "ece_scaled", block_size),
         ece_after=_probabilities(raw, "ece_after", block_size),
         ece_floor=_probabilities(raw, "ece_floor", block_size),
         auc=_probabilities(raw, "auc", block_size),
@@ -104,6 +106,17 @@ def _temperatures(raw: Mapping[str, Any], block_size: int) -> tuple[float, ...]:
         if not _is_number(value) or not 0 < value < math.inf:
             raise ValueError(f"temperatures: {value!r} given, a finite number above 0 was expected")
     return tuple(float(value) for value in values)
+
+
+def _curves(raw: Mapping[str, Any], block_size: int) -> tuple[tuple[float, float, float], ...]:
+    found = []
+    for curve in _slots(raw, "curves", block_size):
+        good = isinstance(curve, list) and len(curve) == 3 and all(map(_is_number, curve))
+        if not (good and min(curve[:2]) >= 0 and all(map(math.isfinite, curve))):
+            raise ValueError(f"curves: {curve!r} given, [a, b, d] with a, b >= 0 was expected")
+        a, b, d = map(float, curve)
+        found.append((a, b, d))
+    return tuple(found)
 
 
 def _probabilities(raw: Mapping[str, Any], key: str, block_size: int) -> tuple[float | None, ...]:

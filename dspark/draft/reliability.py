@@ -1,7 +1,7 @@
 """How far a confidence may be believed: predicted survival beside what became of it.
 
     l_k    logit of the confidence head for slot k, known before the token of slot k
-    s_j    = prod_{k<=j} sigmoid(l_k / T_k + b_k)     predicted chance that slots 1..j are accepted
+    s_j    = prod_{k<=j} sigmoid(l_k / T_k)           predicted chance that slots 1..j are accepted
     y_j    = 1(a >= j)                                over the rounds in which j was verified
     ECE_j  = sum_bins (n_bin / n) |mean s_j - mean y_j|     15 equal bins of s_j, as SGLang's fit
     AUC_j  = P(s_j of a survivor > s_j of another) + 1/2 P(equal)
@@ -16,7 +16,7 @@ Letters: n rounds, G slots; slots count from 1 in the formulas, from 0 in arrays
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -111,17 +111,16 @@ def average(values: Sequence[float | None]) -> float | None:
 
 
 def sigmoid(x: Floats) -> Floats:
-    """1 / (1 + exp(-x)) without overflow."""
-    return np.exp(-np.logaddexp(0.0, -x))
+    """1 / (1 + exp(-x)) without overflow; NaN stays NaN, which is how a missing logit is told."""
+    with np.errstate(invalid="ignore"):
+        return np.exp(-np.logaddexp(0.0, -x))
 
 
-def survival(
-    logits: Floats, temperatures: Sequence[float], biases: Sequence[float] | None = None
-) -> Floats:
+def survival(logits: Floats, temperatures: Sequence[float]) -> Floats:
     """s_j for every slot: [n, G] logits -> [n, G]; NaN from the first missing logit on."""
-    shift = 0.0 if biases is None else np.asarray(biases, dtype=np.float64)
-    scaled = logits / np.asarray(temperatures, dtype=np.float64) + shift
-    return np.exp(-np.logaddexp(0.0, -scaled).cumsum(axis=1))
+    scaled = logits / np.asarray(temperatures, dtype=np.float64)
+    with np.errstate(invalid="ignore"):
+        return np.exp(-np.logaddexp(0.0, -scaled).cumsum(axis=1))
 
 
 def bin_sums(scores: Floats, labels: Bools, bins: int = BINS) -> Floats:
@@ -221,19 +220,3 @@ def split_prompts(rounds: ConfidenceRounds, *, seed: int = 0) -> tuple[Bools, Bo
     names = np.random.default_rng(seed).permutation(np.unique(rounds.prompt))
     first = np.isin(rounds.prompt, names[: (len(names) + 1) // 2])
     return first, ~first
-
-
-Forecast = Callable[[ConfidenceRounds], Floats]
-"""Survival scores [n, G] of some rounds."""
-
-
-def cross_fitted(
-    rounds: ConfidenceRounds, fit: Callable[[ConfidenceRounds], Forecast], *, seed: int = 0
-) -> Floats:
-    """[n, G] survival scores, each from a fit on the half that the round's prompt is not in."""
-    first, second = split_prompts(rounds, seed=seed)
-    scores = np.full(rounds.logits.shape, np.nan)
-    for fitted_on, judged in ((first, second), (second, first)):
-        if judged.any():
-            scores[judged] = fit(rounds.take(fitted_on))(rounds.take(judged))
-    return scores

@@ -1,11 +1,16 @@
 """Sequential temperature scaling: one temperature per slot, from left to right.
 
-    T_j = argmin_T  ECE( s_{j-1} sigmoid(l_j / T),  1(a >= j) )      T_1..T_{j-1} stay as they are
+    T_j = argmin_T  mean_b ECE_b( s_{j-1} sigmoid(l_j / T),  1(a >= j) )   T_1..T_{j-1} stay as are
 
 over 41 values from 0.1 to 10, equal steps of log T, then 21 finer ones between the neighbours of
 the best. Left to right because the survival product of slot j contains the earlier slots: fitted
-on its own, a slot would also pay for their errors, or not notice them. Ties go to the temperature
-nearest to 1. (DSpark paper, section on calibration; SGLang's fit uses the same grid.)
+on its own, a slot would neither pay for their errors nor make up for them. Ties go to the
+temperature nearest to 1. (DSpark paper, section on calibration; SGLang's fit uses the same grid.)
+
+b runs over several numbers of bins. With one number, a round that steps over the edge of a bin
+moves the minimum, and on a few hundred rounds the fit follows such steps.
+
+What is left is the business of `curves`; SGLang's format has the temperatures alone.
 
 Letters: n rounds, G slots, s survival product, l logit, a accepted slots.
 """
@@ -14,16 +19,30 @@ from __future__ import annotations
 
 import numpy as np
 
-from dspark.draft.reliability import ConfidenceRounds, Floats, ece, sigmoid, survival
+from dspark.draft.calibration import Fitted, Sampling
+from dspark.draft.curves import curved_survival, fit_curves
+from dspark.draft.reliability import (
+    Bools,
+    ConfidenceRounds,
+    Floats,
+    average_ece_ci95,
+    ece,
+    reliability,
+    sigmoid,
+    split_prompts,
+    survival,
+)
 
 LOWEST, HIGHEST, STEPS = 0.1, 10.0, 41
 REFINED_STEPS = 21
 GRID: Floats = np.geomspace(LOWEST, HIGHEST, STEPS)
+FIT_BINS = (5, 8, 10, 12, 15, 20)
 
 
-def fit_temperatures(rounds: ConfidenceRounds, *, refine: bool = True) -> tuple[float, ...]:
+def fit_temperatures(rounds: ConfidenceRounds) -> tuple[float, ...]:
     """G temperatures. A slot that no round verified keeps 1, its logit as it is."""
     before = np.ones(len(rounds))
+    step = (HIGHEST / LOWEST) ** (1 / (STEPS - 1))
     temperatures = []
     for slot in range(rounds.slots):
         seen = rounds.judged(slot)
@@ -32,23 +51,66 @@ def fit_temperatures(rounds: ConfidenceRounds, *, refine: bool = True) -> tuple[
         best = 1.0
         if seen.any():
             best = _best(GRID, before[seen], logits, labels)
-            if refine:
-                step = (HIGHEST / LOWEST) ** (1 / (STEPS - 1))
-                around = np.geomspace(best / step, best * step, REFINED_STEPS)
-                best = _best(around.clip(LOWEST, HIGHEST), before[seen], logits, labels)
+            around = np.geomspace(best / step, best * step, REFINED_STEPS)
+            best = _best(around.clip(LOWEST, HIGHEST), before[seen], logits, labels)
         temperatures.append(best)
         # Rounds that were not judged here are not judged later either: their value is never read.
         before[seen] *= sigmoid(logits / best)
     return tuple(temperatures)
 
 
-def _best(grid: Floats, before: Floats, logits: Floats, labels: np.ndarray) -> float:
+def _best(grid: Floats, before: Floats, logits: Floats, labels: Bools) -> float:
     """The temperature of the grid whose product is calibrated best."""
-    errors = ece(before * sigmoid(logits / grid[:, None]), labels)
+    scores = before * sigmoid(logits / grid[:, None])
+    errors = np.mean([ece(scores, labels, bins) for bins in FIT_BINS], axis=0)
     order = np.lexsort((np.abs(np.log(grid)), errors))
     return float(grid[order[0]])
 
 
-def scaled(temperatures: tuple[float, ...], rounds: ConfidenceRounds) -> Floats:
-    """Survival scores [n, G] at those temperatures."""
-    return survival(rounds.logits, temperatures)
+def held_out_survival(rounds: ConfidenceRounds, *, seed: int = 0) -> tuple[Floats, Floats]:
+    """[n, G] survival by temperatures alone, and with curves.
+
+    Each half of the prompts is judged by what was fitted on the other half.
+    """
+    scaled = np.full(rounds.logits.shape, np.nan)
+    curved = scaled.copy()
+    first, second = split_prompts(rounds, seed=seed)
+    for fitted_on, judged in ((first, second), (second, first)):
+        half, logits = rounds.take(fitted_on), rounds.logits[judged]
+        temperatures = fit_temperatures(half)
+        scaled[judged] = survival(logits, temperatures)
+        curved[judged] = curved_survival(logits, temperatures, fit_curves(half, temperatures))
+    return scaled, curved
+
+
+def fit_setting(rounds: ConfidenceRounds, sampling: Sampling, *, seed: int = 0) -> Fitted:
+    """The calibration entry of one sampling setting.
+
+    Temperatures and curves come from all rounds; every figure but `ece_before` from cross-fitted
+    scores, where no prompt is judged by a fit that has seen it.
+
+    Raises ValueError below two prompts with rounds: there is nothing to hold out.
+    """
+    if rounds.prompts < 2:
+        raise ValueError(f"rounds of {rounds.prompts} prompts: at least 2 are needed")
+    raw = reliability(survival(rounds.logits, (1.0,) * rounds.slots), rounds)
+    scaled, curved = held_out_survival(rounds, seed=seed)
+    after = reliability(curved, rounds)
+    temperatures = fit_temperatures(rounds)
+    return Fitted(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        method="token",
+        temperatures=temperatures,
+        curves=fit_curves(rounds, temperatures),
+        ece_before=raw.ece,
+        ece_scaled=reliability(scaled, rounds).ece,
+        ece_after=after.ece,
+        ece_floor=after.ece_floor,
+        auc=after.auc,
+        brier=after.brier,
+        average_ece_after_ci95=average_ece_ci95(curved, rounds, seed=seed),
+        rounds=len(rounds),
+        prompts=rounds.prompts,
+    )
