@@ -58,6 +58,10 @@ class FakeTarget:
     num_layers: int = 6
     tap_kinds: tuple[str, ...] = ("attn_res_mixture", "raw_prefix")
 
+    @property
+    def table_size(self) -> int:
+        return self.vocab_size
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
