@@ -226,6 +226,10 @@ def test_both_ways_of_thinking_are_rows_of_their_own(k3: Pair) -> None:
     off = build_rows(target, tokenizer, PROMPTS, SETTINGS)
     assert both.rows[: len(PROMPTS)] == off.rows
     assert [row.line for row in both.rows] == [row.line for row in off.rows] * 2
+    marked = build_rows(
+        target, tokenizer, [*PROMPTS, ask(12, "<|sep|>")], replace(SETTINGS, thinking="both")
+    )
+    assert marked.dropped == {"marker-in-text": ("p.jsonl:12",)}  # a line once
     chats = [ChatFormat(tokenizer, thinking=thinking) for thinking in (False, True)]
     asked = [chat.prompt_ids(prompt.messages) for chat in chats for prompt in PROMPTS]
     assert [list(r.ids[: r.loss_mask.index(True)]) for r in both.rows] == asked

@@ -24,6 +24,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from dspark.distill.messages import (
     Message,
@@ -149,18 +150,21 @@ def _lines(path: Path, seen: Recorder) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _raw_lines(path: Path) -> Iterator[bytes]:
-    """Lines with their ends, of longer ones the beginning.
-
-    Bytes are split at LF only, so U+2028 in a string is safe.
-    """
+    """Lines of a file with their ends, of longer ones the beginning."""
     try:
         with path.open("rb") as stream:
-            while data := stream.readline(LONGEST_LINE + 1):
-                yield data
-                while len(data) > LONGEST_LINE and not data.endswith(b"\n"):
-                    data = stream.readline(LONGEST_LINE + 1)
+            yield from _beginnings(stream)
     except OSError as problem:
         raise UserError(f"{path}: cannot be read ({problem.strerror})") from problem
+
+
+def _beginnings(stream: BinaryIO) -> Iterator[bytes]:
+    """Bytes are split at LF only, so U+2028 in a string is safe."""
+    at_start = True
+    while data := stream.readline(LONGEST_LINE + 1):
+        if at_start:
+            yield data
+        at_start = data.endswith(b"\n")
 
 
 def _json_value(data: bytes | None) -> object:

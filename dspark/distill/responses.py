@@ -221,9 +221,9 @@ def _keep(
     ended = sum(row.ids[-1] in target.end_token_ids for row in answered) if target else 0
     by_reason: dict[str, tuple[str, ...]] = {}
     for reason in DROP_REASONS:
-        places = tuple(_place(jobs[i][0]) for i in sorted(dropped) if dropped[i][0] == reason)
+        places = [_place(jobs[i][0]) for i in sorted(dropped) if dropped[i][0] == reason]
         if places:
-            by_reason[reason] = places
+            by_reason[reason] = tuple(dict.fromkeys(places))  # a line once, in both ways of asking
     return RowSet(tuple(kept), by_reason, ended, cut)
 
 
