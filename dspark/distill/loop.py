@@ -215,7 +215,7 @@ def find_checkpoint(
 
 
 def _way(world: int, sharded: bool) -> str:
-    return f"{world} processes" + (", sharded" if sharded else "")
+    return f"{world} process{'es' if world > 1 else ''}" + (", sharded" if sharded else "")
 
 
 def _check_same_rows(checkpoint: Checkpoint, rows_digest: str) -> None:
