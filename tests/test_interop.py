@@ -314,6 +314,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"use_sliding_window": True, "sliding_window": 5},
         "layer_types: mis",
     ),
+    "layers without end": (
+        {"num_hidden_layers": 10**12},
+        "num_hidden_layers is 1000000000000, the missing tensors say otherwise: 2 layers",
+    ),
+    "layers of no kind": (
+        {"layer_types": ["chunked_attention", 3]},
+        r"layer_types: .*expected full_attention or sliding_attention each",
+    ),
     "window of no size": ({"layer_types": ["sliding_attention"] * 2}, "sliding_window: missing"),
     "sinks": ({"attention_sink_bias": True}, "attention_sink_bias: True: attention sinks"),
     "biases": ({"attention_bias": True}, "attention_bias: True: biases"),

@@ -12,7 +12,7 @@ Pickles are never opened (`folder.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -116,9 +116,11 @@ def load_drafter(
     calibration = read_calibration(folder, config)
     if target is not None:
         _check_target(folder / CONFIG_FILE, config, target)
+    stored = TensorFolder(folder)
+    check_depth(folder, stored.entries, config)
     with torch.device("meta"):
         drafter = DSparkDrafter(config)
-    tensors = _read_tensors(folder, drafter)
+    tensors = _read_tensors(stored, drafter)
     drafter.load_state_dict(
         {
             name: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
@@ -159,12 +161,14 @@ def read_calibration(folder: Path | str, config: DraftConfig) -> Calibration | N
 
 
 def _check_target(path: Path, config: DraftConfig, target: Target) -> None:
-    for key, wanted, found in (
-        ("hidden_size", target.hidden_size, config.hidden_size),
-        ("vocab_size", target.vocab_size, config.vocab_size),
-        ("num_target_layers", target.num_layers, config.num_target_layers),
+    for key, low, high, found in (
+        ("hidden_size", target.hidden_size, target.hidden_size, config.hidden_size),
+        # Rows that pad the target's tables may be there or not: no token needs them.
+        ("vocab_size", target.vocab_size, target.table_size, config.vocab_size),
+        ("num_target_layers", target.num_layers, target.num_layers, config.num_target_layers),
     ):
-        if wanted != found:
+        if not low <= found <= high:
+            wanted = str(low) if low == high else f"{low} of {high} rows"
             raise UserError(
                 f"{path}: {key} is {found}, the target {target.name} has {wanted}; "
                 "a drafter only works with the target it was distilled from"
@@ -176,9 +180,19 @@ def _check_target(path: Path, config: DraftConfig, target: Target) -> None:
         )
 
 
-def _read_tensors(folder: Path, drafter: DSparkDrafter) -> dict[str, Tensor]:
+def check_depth(folder: Path, names: Collection[str], config: DraftConfig) -> None:
+    """Refuses a number of layers that the weights do not have, before anything is built for it."""
+    if not any(name.startswith(f"layers.{config.num_layers - 1}.") for name in names):
+        held = {name.split(".")[1] for name in names if name.startswith("layers.")}
+        raise UserError(
+            f"{folder / CONFIG_FILE}: num_hidden_layers is {config.num_layers}, the missing "
+            f"tensors say otherwise: {len(held)} layers are stored"
+        )
+
+
+def _read_tensors(stored: TensorFolder, drafter: DSparkDrafter) -> dict[str, Tensor]:
     """All tensors of the drafter, and no others; copies of target tensors are checked, not read."""
-    stored, expected = TensorFolder(folder), drafter.state_dict()
+    folder, expected = stored.folder, drafter.state_dict()
     copy = (drafter.config.vocab_size, drafter.config.hidden_size)
     allowed = {
         **dict.fromkeys(COPY_NAMES, copy),

@@ -88,9 +88,12 @@ STRINGS = (
 FLAGS = ("enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor")
 
 HINTS = {
-    "sample_from_anchor": "the slot layout is not in the file; true if slot 0 already predicts",
-    "target_tap_kind": "what a tap holds is not in the file; ask whoever trained it",
-    "layer_id_origin": "where layer ids start is not in the file; ask whoever trained it",
+    "sample_from_anchor": "the slot layout is not in the file: a drafter of another tool, which "
+    "`dspark import --slot-layout` reads",
+    "target_tap_kind": "what a tap holds is not in the file: a drafter of another tool, which "
+    "`dspark import --tap-kind` reads",
+    "layer_id_origin": "where layer ids start is not in the file: a drafter of another tool, which "
+    "`dspark import` reads",
 }
 
 

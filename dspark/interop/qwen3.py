@@ -12,6 +12,7 @@ from typing import Any
 from dspark.draft.config import LAYER_ID_ORIGIN, DraftConfig, TargetRecord
 from dspark.draft.config_file import record_from_dict
 from dspark.draft.rope_file import rope_to_dict
+from dspark.draft.shapes import ATTENTION_KINDS
 from dspark.interop.keys import Keys
 from dspark.interop.known import recognise
 from dspark.interop.meaning import Decider
@@ -142,11 +143,12 @@ def windows(keys: Keys) -> dict[str, Any]:
         if True in flags:
             raise ValueError("layer_types: missing, and some layers have a window: which ones?")
         return {}
+    if any(kind not in ATTENTION_KINDS for kind in kinds):
+        raise ValueError(f"layer_types: {kinds!r}, expected {' or '.join(ATTENTION_KINDS)} each")
     if "sliding_attention" not in kinds:
         if True in flags:
             raise ValueError("layer_types: no sliding_attention, but use_sliding_window is true")
-        if all(kind == "full_attention" for kind in kinds):
-            return {}
+        return {}
     if False in flags:
         raise ValueError("layer_types: has sliding_attention, but use_sliding_window is false")
     window = keys.need(

@@ -37,7 +37,7 @@ class Rope:
 class TargetFacts:
     """What a drafter has to agree with: the sizes and tap kinds of the target at hand.
 
-    `vocab_sizes` are the ids that are tokens and the rows of a padded table; either may be meant.
+    `vocab_sizes`: rows of its tables, and those of them that are tokens where the rest is padding.
     """
 
     name: str

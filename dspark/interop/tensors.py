@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dspark.draft.checkpoint import check_dtype, check_vocabulary
+from dspark.draft.checkpoint import check_depth, check_dtype, check_vocabulary
 from dspark.draft.config import DraftConfig
 from dspark.draft.folder import CONFIG_FILE, TensorFolder
 from dspark.draft.model import DSparkDrafter
@@ -35,6 +35,7 @@ def own_tensors(
     Raises:
         UserError: Missing, unexpected, misshapen or quantised tensors.
     """
+    check_depth(stored.folder, theirs, config)
     with torch.device("meta"):
         expected = {
             name: tensor
@@ -97,8 +98,8 @@ def read_tensors(
 
 def _cut_padding(folder: Path, config: DraftConfig, given: Given) -> dict[str, Tensor]:
     """The maps of a drafter that has all ids of the target and only no rows for its padding."""
-    size = config.draft_vocab_size
-    if given.target is None or size not in given.target.vocab_sizes:
+    size = config.draft_vocab
+    if given.target is None or size < min(given.target.vocab_sizes):
         raise UserError(
             f"{folder}: draft_vocab_size {size} of {config.vocab_size} but no {OFFSETS}: which ids "
             "of the target are they?"
