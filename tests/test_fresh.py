@@ -12,7 +12,7 @@ from dspark.distill.fresh import new_drafter
 from dspark.draft import DSparkDrafter
 from dspark.draft.shapes import MLAShape, Yarn
 from dspark.errors import UserError
-from dspark.runtime import load_target
+from dspark.runtime.k3_target import load_target
 from tests.tiny_pair import write_pair
 
 
@@ -27,7 +27,7 @@ def fresh(folder: Path, **changes: object) -> DSparkDrafter:
         f"data.{name[5:]}" if name.startswith("data_") else f"drafter.{name}": value
         for name, value in changes.items()
     }
-    config: DistillConfig = load_config(None, keys)
+    config: DistillConfig = load_config(None, {"drafter.mask_token_id": 1, **keys})
     loaded = load_target(folder)
     return new_drafter(config, loaded.target, loaded.tokenizer)
 
@@ -65,9 +65,7 @@ def test_a_window_makes_every_layer_slide(folder: Path, backbone: str) -> None:
         ({"backbone": "mla", "head_dim": 6}, r"mla\.qk_rope_head_dim: 3 is odd"),
     ],
 )
-def test_what_cannot_be_is_refused(
-    folder: Path, changes: dict[str, object], message: str
-) -> None:
+def test_what_cannot_be_is_refused(folder: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         fresh(folder, **changes)
 
