@@ -102,18 +102,18 @@ def scan_prompts(files: Sequence[Path], *, strict: bool = False) -> PromptSet:
     """``read_prompts`` for who wants to see the report even if nothing is usable."""
     rows: list[PromptRow] = []
     seen = Recorder()
-    for path in files:
-        for line, data in _lines(Path(path), seen):
-            try:
-                row = _row(str(path), line, data, seen)
-            except SkipRow as problem:
-                if strict:
-                    message = f"{path}:{line}: {problem}; strict reading skips nothing"
-                    raise UserError(message) from None
-                seen.skip(str(path), line, problem.reason, problem.detail)
-            else:
-                seen.repeats(str(path), line, row.metadata.get("id"), row.question)
-                rows.append(row)
+    lines = ((str(path), *item) for path in files for item in _lines(Path(path), seen))
+    for file, line, data in lines:
+        try:
+            row = _row(file, line, data, seen)
+        except SkipRow as problem:
+            if strict:
+                message = f"{file}:{line}: {problem}; strict reading skips nothing"
+                raise UserError(message) from None
+            seen.skip(file, line, problem.reason, problem.detail)
+        else:
+            seen.repeats(file, line, row.metadata.get("id"), row.question)
+            rows.append(row)
     return PromptSet(tuple(rows), seen.report(len(rows)))
 
 
