@@ -83,8 +83,9 @@ class Batch:
     """Right-padded rows with their anchors.
 
     row_ids: as dealt, empty for a micro-batch without rows. ids, valid, loss_mask: [B, S] int64,
-    bool, bool. anchors: positions and valid, [B, A]. A batch without rows is one row of padding,
-    so that every process runs the same code.
+    bool, bool. anchors: positions and valid, [B, A]. noise: [B, S] Gumbel draws for anchors that
+    are to be chosen by a score, else None. A batch without rows is one row of padding, so that
+    every process runs the same code.
     """
 
     row_ids: tuple[int, ...]
@@ -92,6 +93,7 @@ class Batch:
     valid: Tensor
     loss_mask: Tensor
     anchors: Anchors
+    noise: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
@@ -102,6 +104,7 @@ class Batch:
             self.valid.to(device),
             self.loss_mask.to(device),
             anchors,
+            None if self.noise is None else self.noise.to(device),
         )
 
     def row(self, at: int, length: int) -> Batch:
@@ -113,6 +116,7 @@ class Batch:
             self.valid[one, :length],
             self.loss_mask[one, :length],
             Anchors(self.anchors.positions[one], self.anchors.valid[one]),
+            None if self.noise is None else self.noise[one, :length],
         )
 
     @property
@@ -122,9 +126,15 @@ class Batch:
 
 
 def make_batch(
-    rows: Sequence[TrainingRow], row_ids: Sequence[int], *, anchors: int, seed: int, epoch: int
+    rows: Sequence[TrainingRow],
+    row_ids: Sequence[int],
+    *,
+    anchors: int,
+    seed: int,
+    epoch: int,
+    noise: bool = False,
 ) -> Batch:
-    """Pad the rows `row_ids` and draw at most `anchors` anchors in each."""
+    """Pad the rows `row_ids` and draw at most `anchors` anchors in each, and `noise` for others."""
     length = max([len(rows[i].ids) for i in row_ids], default=2)
     count = max(1, len(row_ids))
     ids = torch.zeros(count, length, dtype=torch.int64)
@@ -132,6 +142,7 @@ def make_batch(
     loss_mask = torch.zeros(count, length, dtype=torch.bool)
     positions = torch.zeros(count, anchors, dtype=torch.int64)
     anchor_valid = torch.zeros(count, anchors, dtype=torch.bool)
+    gumbel = torch.zeros(count, length)
     for at, row_id in enumerate(row_ids):
         row = rows[row_id]
         n = len(row.ids)
@@ -142,4 +153,8 @@ def make_batch(
         drawn = sample_anchors(loss_mask[at : at + 1, :n], anchors, generator)
         positions[at] = drawn.positions[0]
         anchor_valid[at] = drawn.valid[0]
-    return Batch(tuple(row_ids), ids, valid, loss_mask, Anchors(positions, anchor_valid))
+        if noise:
+            generator = derived_generator(seed, "anchor noise", epoch, row_id)
+            gumbel[at, :n] = -torch.empty(n).exponential_(generator=generator).log()
+    drawn_anchors = Anchors(positions, anchor_valid)
+    return Batch(tuple(row_ids), ids, valid, loss_mask, drawn_anchors, gumbel if noise else None)

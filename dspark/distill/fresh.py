@@ -69,7 +69,8 @@ def new_drafter(
             f"{', '.join(target.tap_kinds)}"
         )
     drafter = DSparkDrafter(draft_config)
-    initialise(drafter, torch.Generator().manual_seed(config.train.seed))
+    generator = torch.Generator().manual_seed(config.train.seed)
+    initialise(drafter, generator, shape.init_scale)
     return drafter
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dspark.distill.batches import Batch
 from dspark.distill.fused import DraftVocabulary
-from dspark.distill.loss import LossSums, distill_loss
+from dspark.distill.hardness import hard_anchors
+from dspark.distill.loss import LossSums, chunk_slots, distill_loss
 from dspark.distill.taps import FeatureSource, target_features
 from dspark.distill.terms import Objective
 from dspark.distill.train_settings import TrainSettings
@@ -60,7 +61,11 @@ def batch_sums(
     """
     config = drafter.config
     features = source(batch) if source else target_features(target, batch, drafter.taps)
-    block = blocks(batch.ids, batch.loss_mask, batch.anchors, config.block_size)
+    anchors = batch.anchors
+    if batch.noise is not None:
+        chunk = settings.chunk or chunk_slots(target.vocab_size, batch.ids.device)
+        anchors = hard_anchors(batch, features.hidden, target.logits, settings.anchor_choice, chunk)
+    block = blocks(batch.ids, batch.loss_mask, anchors, config.block_size)
     inputs = block_inputs(block.prev[..., 0], config.block_size, config.mask_token_id)
     autocast = torch.autocast(
         batch.ids.device.type, torch.bfloat16, enabled=settings.precision == "bf16"
@@ -70,8 +75,8 @@ def batch_sums(
             features.taps,
             batch.valid,
             target.embed(inputs),
-            batch.anchors.positions,
-            batch.anchors.valid,
+            anchors.positions,
+            anchors.valid,
         )
     ids = drafter.draft_ids
     # Outside autocast: logits come in the target's dtype, as they do at run time, and the rest in

@@ -13,7 +13,7 @@ from typing import Literal
 
 from dspark.distill.options import check, check_at_least, option
 from dspark.draft.config import BACKBONES, MARKOV_HEAD_TYPES
-from dspark.draft.shapes import GLA
+from dspark.draft.shapes import GLA, INIT_SCALES
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,7 @@ class DrafterSettings:
     tap_ids: tuple[int, ...] | None = option(None, "target layers it reads (0-based); null: spread")
     tap_kind: str | None = option(None, "kind of tap; null means the target's first kind")
     mask_token_id: int | None = option(None, "id that fills the block; null: an unused id")
+    init_scale: str = option("fan_in", "fan_in | normal: fresh weights by fan-in, or all at 0.02")
     init_from: str | None = option(None, "drafter folder whose weights to start from; null: fresh")
 
     def __post_init__(self) -> None:
@@ -113,7 +114,8 @@ class DrafterSettings:
             "intermediate_size", "markov_rank", "block_size", "sliding_window", "yarn_factor",
             "mla_q_rank", "mla_kv_rank", "kda_conv", "kda_gate_rank", "draft_vocab",
         )  # fmt: skip
-        for name, known in (("backbone", BACKBONES), ("head", MARKOV_HEAD_TYPES)):
+        words = {"backbone": BACKBONES, "head": MARKOV_HEAD_TYPES, "init_scale": INIT_SCALES}
+        for name, known in words.items():
             value = getattr(self, name)
             check(value in known, f"drafter.{name} is {value!r}: expected {' or '.join(known)}")
         order = self.kda_order

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 from dspark.distill.options import check, check_at_least, option
 from dspark.distill.terms import SLOT_WEIGHTS
+from dspark.draft.anchors import ANCHOR_CHOICES
 
 TOKEN_TERMS = ("ce", "tv", "kl", "reverse_kl", "nla", "lk_hybrid", "length")
 """Weights in TrainSettings that teach the drafter tokens."""
 
 _CHOICES = {
+    "anchor_choice": ANCHOR_CHOICES,
     "optimizer": ("adamw", "muon"),
     "precision": ("fp32", "bf16"),
     "moments": ("fp32", "bf16", "int8"),
@@ -33,6 +35,7 @@ class TrainSettings:
     rows_per_step: int = option(8, "rows in one optimiser step, over all processes")
     micro_rows: int = option(8, "rows in one forward pass; a memory limit, nothing else")
     anchors: int = option(16, "blocks trained per row")
+    anchor_choice: str = option("uniform", "uniform | entropy | after_entropy: where blocks start")
     optimizer: str = option("adamw", "adamw | muon: for hidden matrices, AdamW for the rest")
     lr: float = option(2.5e-3, "peak learning rate")
     muon_lr: float | None = option(None, "muon: peak rate of its matrices; null: lr")

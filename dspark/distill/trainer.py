@@ -146,12 +146,14 @@ class Trainer:
         lengths = {i: len(rows[i].ids) for i in row_ids}
         settings, processes = self.settings, self.processes
         dealt = deal(row_ids, lengths, settings.micro_rows, processes.rank, processes.world)
-        return [
-            make_batch(rows, ids, anchors=settings.anchors, seed=settings.seed, epoch=epoch).to(
-                processes.device
+        scored = settings.anchor_choice != "uniform" and epoch != HELD_OUT_EPOCH
+        batches = (
+            make_batch(
+                rows, ids, anchors=settings.anchors, seed=settings.seed, epoch=epoch, noise=scored
             )
             for ids in dealt
-        ]
+        )
+        return [batch.to(processes.device) for batch in batches]
 
     def _accumulate(self, batch: Batch) -> tuple[LossSums, str | None]:
         """Add the gradient of a micro-batch's summed loss; returns its sums, or a fault."""

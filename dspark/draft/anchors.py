@@ -19,6 +19,10 @@ import torch
 from torch import Tensor
 
 
+ANCHOR_CHOICES = ("uniform", "entropy", "after_entropy")
+"""How training picks among the candidates: evenly, or by the target's entropy."""
+
+
 @dataclass(frozen=True)
 class Anchors:
     """Sampled anchors: `positions` [B, A] int64 ascending, `valid` [B, A] bool.
@@ -62,15 +66,26 @@ def sample_anchors(loss_mask: Tensor, count: int, generator: torch.Generator) ->
         generator: Source of randomness. The draw happens on its device, so that a CPU generator
             gives the same anchors whatever device the rows are on.
     """
+    candidate = anchor_candidates(loss_mask)
+    rank = torch.rand(candidate.shape, generator=generator, device=generator.device)
+    return top_anchors(-rank.to(candidate.device), candidate, count)
+
+
+def anchor_candidates(loss_mask: Tensor) -> Tensor:
+    """Positions p with loss_mask[p] and loss_mask[p+1]: [B, S] -> [B, S] bool."""
     mask = loss_mask.bool()
-    batch, length = mask.shape
     candidate = torch.zeros_like(mask)
     candidate[:, :-1] = mask[:, :-1] & mask[:, 1:]
-    rank = torch.rand(batch, length, generator=generator, device=generator.device).to(mask.device)
-    # Non-candidates rank behind every candidate, so the first `count` are a uniform sample.
-    order = rank.masked_fill(~candidate, 2.0).argsort(dim=1)[:, :count]
-    chosen = torch.zeros_like(mask).scatter(1, order, candidate.gather(1, order))
-    positions = torch.arange(length, device=mask.device).expand(batch, length)
+    return candidate
+
+
+def top_anchors(scores: Tensor, candidate: Tensor, count: int) -> Anchors:
+    """The up to `count` candidates of every row with the largest finite scores [B, S]."""
+    batch, length = candidate.shape
+    # Other positions rank behind every candidate.
+    order = (-scores).masked_fill(~candidate, torch.inf).argsort(dim=1)[:, :count]
+    chosen = torch.zeros_like(candidate).scatter(1, order, candidate.gather(1, order))
+    positions = torch.arange(length, device=candidate.device).expand(batch, length)
     ascending = positions.masked_fill(~chosen, length).sort(dim=1).values[:, :count]
     ascending = torch.nn.functional.pad(ascending, (0, count - ascending.shape[1]), value=length)
     valid = ascending < length

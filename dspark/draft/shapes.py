@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+INIT_SCALES = ("fan_in", "normal")
+"""How fresh weights are sized; `start.py` says what each means."""
+
 GLA = "gla"
 """The order below 0: the block does not even subtract what the entry state already holds."""
 

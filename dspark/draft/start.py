@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from dspark.draft.kda import DraftKDA
-from dspark.draft.model import DSparkDrafter
+from dspark.draft.model import INIT_STD, DSparkDrafter
 
 RESIDUAL_OUTPUTS = ("o_proj", "down_proj")
 FASTEST, SLOWEST = 2.0, 2000.0
@@ -29,18 +29,26 @@ FASTEST, SLOWEST = 2.0, 2000.0
 
 
 @torch.no_grad()
-def initialise(drafter: DSparkDrafter, generator: torch.Generator) -> None:
-    """Set all weights of a fresh drafter on the CPU; norms stay one, biases zero."""
+def initialise(
+    drafter: DSparkDrafter, generator: torch.Generator, init_scale: str = "fan_in"
+) -> None:
+    """Set all weights of a fresh drafter on the CPU; norms stay one, biases zero.
+
+    `init_scale` is one of `INIT_SCALES`: by fan-in as above, or `normal`, where every linear and
+    the sequential head's table have `INIT_STD`, as in DeepSpec.
+    """
+    by_fan_in = init_scale == "fan_in"
     for name, module in drafter.named_modules():
         if isinstance(module, nn.Linear):
-            std = module.in_features**-0.5
-            scale = 0.5 if name.endswith(RESIDUAL_OUTPUTS) else 1.0
+            std = module.in_features**-0.5 if by_fan_in else INIT_STD
+            scale = 0.5 if by_fan_in and name.endswith(RESIDUAL_OUTPUTS) else 1.0
             module.weight.normal_(0.0, scale * std, generator=generator)
         elif isinstance(module, DraftKDA):
             _initialise_kda(module, generator)
     head = drafter.markov_head
-    head.markov_w1.weight.normal_(0.0, 1.0, generator=generator)
-    head.markov_w2.weight.zero_()
+    head.markov_w1.weight.normal_(0.0, 1.0 if by_fan_in else INIT_STD, generator=generator)
+    if by_fan_in:
+        head.markov_w2.weight.zero_()
 
 
 def _initialise_kda(layer: DraftKDA, generator: torch.Generator) -> None:
