@@ -72,7 +72,7 @@ class AttentionBackbone:
         places: dict[tuple[int, bool], BlockPlace] = {}
         hidden = hidden.reshape(batch * slots, width)
         for index, layer in enumerate(context.weights.layers):
-            ring, keys, values = context.of_layer(index)
+            ring, keys, values = context.of_layer[index]
             kind = (ring.size, self.config.causal(index))
             if kind not in places:
                 places[kind] = ring.place(context, kind[1])

@@ -30,6 +30,11 @@ class LayerBuffers:
 class AttentionContext(DraftContext):
     """Buffers per reach: the whole text, or a sliding window.
 
+    Attributes:
+        buffers: One for each reach.
+        of_layer: Ring, keys and values [B, J, C, K] of each layer; views of `buffers`.
+        reach: Context positions that the furthest layer sees.
+
     Args:
         config: Shape of the drafter.
         batch: B.
@@ -59,6 +64,7 @@ class AttentionContext(DraftContext):
             for layer in range(config.num_layers)
         ]
         self.buffers: list[LayerBuffers] = []
+        by_layer: dict[int, tuple[Ring, Tensor, Tensor]] = {}
         for size in sorted(set(reaches)):
             layers = tuple(layer for layer, reach in enumerate(reaches) if reach == size)
             ring = Ring(size, config.block_size)
@@ -68,13 +74,9 @@ class AttentionContext(DraftContext):
             # Zeros, not empty: rows behind a length are masked, and 0 * NaN would still be NaN.
             keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
             self.buffers.append(LayerBuffers(layers, ring, keys, values))
+            by_layer |= {layer: (ring, keys[i], values[i]) for i, layer in enumerate(layers)}
+        self.of_layer = [by_layer[layer] for layer in range(config.num_layers)]
         self.reach = max(reaches)
-
-    def of_layer(self, layer: int) -> tuple[Ring, Tensor, Tensor]:
-        """Ring, keys and values [B, J, C, K] of a layer."""
-        each = next(each for each in self.buffers if layer in each.layers)
-        at = each.layers.index(layer)
-        return each.ring, each.keys[at], each.values[at]
 
     @property
     def nbytes(self) -> int:

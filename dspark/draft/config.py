@@ -152,9 +152,9 @@ class DraftConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim: {self.head_dim} is odd, rotary positions need pairs")
-        for name in ("rms_norm_eps", "rope_theta"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: {getattr(self, name)} given, it must be above 0")
+        for name, low in (("rms_norm_eps", 0), ("rope_theta", 1)):
+            if not getattr(self, name) > low:
+                raise ValueError(f"{name}: {getattr(self, name)} given, it must be above {low}")
 
     def _check_meaning(self) -> None:
         if self.target_tap_kind not in TAP_KINDS:

@@ -52,10 +52,6 @@ class Rotation:
             partner = x.roll(x.shape[-1] // 2, -1)
         return torch.addcmul(x * self.cos, partner, self.sin)
 
-    def heads_first(self) -> Rotation:
-        """The same for x [..., heads, rows, K]: from [..., rows, 1, K] to [..., 1, rows, K]."""
-        return Rotation(self.cos.transpose(-2, -3), self.sin.transpose(-2, -3), self.interleaved)
-
 
 @dataclass(frozen=True)
 class Rotary:
@@ -84,25 +80,33 @@ class Rotary:
 
     def at(self, positions: Tensor) -> Rotation:
         """Positions [...], any integers, -> tables [..., 1, K]."""
-        angle = positions[..., None, None].float() * self.signed
+        return self._rotation(positions[..., None, None].float())
+
+    def span(self, start: int, stop: int) -> Rotation:
+        """Positions start..stop-1 -> tables [stop - start, 1, K]."""
+        device = self.signed.device
+        positions = torch.arange(start, stop, device=device, dtype=torch.float32)
+        return self._rotation(positions[:, None, None])
+
+    def _rotation(self, positions: Tensor) -> Rotation:
+        """Float positions [..., 1, 1] -> tables [..., 1, K]."""
+        angle = positions * self.signed
         cos, sin = angle.cos(), angle.sin()
         if self.scale != 1.0:
             cos, sin = cos * self.scale, sin * self.scale
         return Rotation(cos.to(self.dtype), sin.to(self.dtype), self.interleaved)
 
-    def span(self, start: int, stop: int) -> Rotation:
-        """Positions start..stop-1 -> tables [stop - start, 1, K]."""
-        return self.at(torch.arange(start, stop, device=self.signed.device))
-
 
 def frequencies(width: int, theta: float, yarn: Yarn | None) -> Tensor:
     """Radians per position of each pair of channels: [width / 2] float32 on the CPU."""
-    wavelength = theta ** (torch.arange(0, width, 2).float() / width)
+    wavelength = theta ** (torch.arange(0, width, 2, device="cpu").float() / width)
     if yarn is None:
         return 1.0 / wavelength
     low, high = (_channel(turns, width, theta, yarn) for turns in (yarn.beta_fast, yarn.beta_slow))
     low, high = max(math.floor(low), 0), min(math.ceil(high), width - 1)
-    ramp = (torch.arange(width // 2).float() - low) / (high - low if high != low else 0.001)
+    ramp = (torch.arange(width // 2, device="cpu").float() - low) / (
+        high - low if high != low else 0.001
+    )
     kept = 1 - ramp.clamp(0, 1)
     return (1.0 / (yarn.factor * wavelength)) * (1 - kept) + (1.0 / wavelength) * kept
 
