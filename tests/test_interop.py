@@ -21,7 +21,7 @@ from dspark.errors import UserError
 from dspark.interop.exporting import export_drafter
 from dspark.interop.formats import FORMATS
 from dspark.interop.importing import import_drafter
-from dspark.interop.spec import Given, TargetFacts
+from dspark.interop.spec import Given, Source, TargetFacts
 
 PLAIN = DraftConfig(
     hidden_size=16,
@@ -318,6 +318,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"num_hidden_layers": 10**12},
         "num_hidden_layers is 1000000000000, the missing tensors say otherwise: 2 layers",
     ),
+    "a size beyond all tensors": ({"hidden_size": 10**30}, "has a size that no tensor can have"),
+    "heads beyond all tensors": (
+        {"num_attention_heads": 2**62, "num_key_value_heads": 2},
+        "a size",
+    ),
+    "another width than the target's": ({"target_hidden_size": 32}, "target_hidden_size: a draf"),
+    "attention of another mode": (
+        {"dflash_config": nest(attention_mode="linear")},
+        "attention_mode: 'linear'",
+    ),
+    "an empty head type": ({"markov_head_type": ""}, "markov_head_type: ''"),
+    "no rank beside a head": ({"markov_rank": 0}, "markov_rank: 0"),
     "layers of no kind": (
         {"layer_types": ["chunked_attention", 3]},
         r"layer_types: .*expected full_attention or sliding_attention each",
@@ -363,6 +375,35 @@ def test_what_cannot_be_known_or_run_is_one_line_that_says_what_to_give(
     assert str(refusal.value).startswith(str(folder))
     assert "\n" not in str(refusal.value)
     assert not (tmp_path / "ours").exists()
+
+
+JUNK = (None, "", "x", -1, 0, 1.5, True, [], {}, [[]], [1, "a"], {"a": 1}, 10**30)
+
+
+def _places(raw: dict[str, Any]) -> list[tuple[str, ...]]:
+    inner = [(key, name) for key, value in raw.items() if isinstance(value, dict) for name in value]
+    return [(key,) for key in raw] + inner
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_value_of_any_key_escapes_as_anything_but_a_named_error(name: str) -> None:
+    """Every key of every layout, one at a time, with every kind of junk: read, or ValueError."""
+    layout = next(found for found in FORMATS if found.name == name)
+    config = MLA if name == "k3-mla" else VARIANTS["yarn"]
+    raw = layout.write(config, torch.float32)
+    shapes = {key: tuple(t.shape) for key, t in drafter(config).state_dict().items()}
+    assert layout.read(Source(raw, shapes), Given()).config == config
+    refused = 0
+    for place in _places(raw):
+        for junk in JUNK:
+            changed = json.loads(json.dumps(raw))
+            holder = changed if len(place) == 1 else changed[place[0]]
+            holder[place[-1]] = junk
+            try:
+                layout.read(Source(changed, shapes), Given())
+            except ValueError:  # and nothing else: a KeyError or TypeError would be ours
+                refused += 1
+    assert refused > 200
 
 
 def test_tap_kind_and_slot_layout_are_asked_for_and_a_wrong_word_is_refused(tmp_path: Path) -> None:

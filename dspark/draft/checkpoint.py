@@ -117,9 +117,7 @@ def load_drafter(
     if target is not None:
         _check_target(folder / CONFIG_FILE, config, target)
     stored = TensorFolder(folder)
-    check_depth(folder, stored.entries, config)
-    with torch.device("meta"):
-        drafter = DSparkDrafter(config)
+    drafter = empty_drafter(folder, stored.entries, config)
     tensors = _read_tensors(stored, drafter)
     drafter.load_state_dict(
         {
@@ -180,14 +178,30 @@ def _check_target(path: Path, config: DraftConfig, target: Target) -> None:
         )
 
 
-def check_depth(folder: Path, names: Collection[str], config: DraftConfig) -> None:
-    """Refuses a number of layers that the weights do not have, before anything is built for it."""
+def empty_drafter(folder: Path, names: Collection[str], config: DraftConfig) -> DSparkDrafter:
+    """A drafter without weights (on the meta device), for those that the folder holds.
+
+    Args:
+        folder: For messages.
+        names: Of the stored tensors, by our names.
+        config: What the folder's `config.json` says.
+
+    Raises:
+        UserError: Another number of layers than the weights have, or sizes that no tensor can have.
+    """
+    path = folder / CONFIG_FILE
     if not any(name.startswith(f"layers.{config.num_layers - 1}.") for name in names):
         held = {name.split(".")[1] for name in names if name.startswith("layers.")}
         raise UserError(
-            f"{folder / CONFIG_FILE}: num_hidden_layers is {config.num_layers}, the missing "
-            f"tensors say otherwise: {len(held)} layers are stored"
+            f"{path}: num_hidden_layers is {config.num_layers}, the missing tensors say "
+            f"otherwise: {len(held)} layers are stored"
         )
+    try:
+        with torch.device("meta"):
+            return DSparkDrafter(config)
+    except (OverflowError, RuntimeError, TypeError) as error:  # torch counts in 64 bits
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path}: has a size that no tensor can have ({reason})") from None
 
 
 def _read_tensors(stored: TensorFolder, drafter: DSparkDrafter) -> dict[str, Tensor]:

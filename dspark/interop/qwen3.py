@@ -31,6 +31,7 @@ UNSUPPORTED: dict[str, tuple[str, Any, str]] = {
     "draft_adapter_rank": ("an integer", 0, "an adapter before the LM head"),
 }
 HEADS = "markov_head."
+ATTENTION_MODES = ("gqa", "mha")
 
 
 def read_drafter(
@@ -77,7 +78,10 @@ def finish(
     rope: Rope | None = None,
 ) -> Reading:
     """Heads and meaning, which all layouts have, and the configuration itself."""
-    fields.update(heads(keys, shapes, fields["hidden_size"]))
+    width = fields["hidden_size"]
+    if keys.take("target_hidden_size", "an integer") not in (None, width):
+        raise ValueError(f"target_hidden_size: a drafter is as wide as its target, {width}")
+    fields.update(heads(keys, shapes, width))
     rope = rope or decider.rope()
     decider.check_slots()
     config = DraftConfig(
@@ -97,6 +101,7 @@ def finish(
 
 def refuse_unsupported(keys: Keys) -> None:
     """Raises ValueError for a feature that would be lost."""
+    keys.take("tie_word_embeddings", "true or false")
     for key, (kind, allowed, what) in UNSUPPORTED.items():
         value = keys.take(key, kind)
         if value not in (None, allowed):
@@ -110,10 +115,11 @@ def backbone(keys: Keys, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any
     own = keys.take("backbone", "a string")
     if own not in (None, "attention"):
         raise ValueError(f"backbone: {own!r}: this layout only has 'attention'")
+    head_dim = keys.take("head_dim", "an integer")
     return {
         **sizes(keys),
         "num_key_value_heads": keys.need("num_key_value_heads", "an integer", hint=hint),
-        "head_dim": keys.take("head_dim", "an integer") or norm[0] or 0,
+        "head_dim": head_dim if head_dim is not None else norm[0] or 0,
     }
 
 
@@ -128,7 +134,7 @@ def sizes(keys: Keys) -> dict[str, Any]:
         "vocab_size": keys.need("vocab_size", "an integer", hint=hint),
         "rms_norm_eps": float(keys.need("rms_norm_eps", "a number", hint=hint)),
         "max_position_embeddings": keys.need("max_position_embeddings", "an integer", hint=hint),
-        "hidden_act": keys.take("hidden_act", "a string") or "silu",
+        "hidden_act": _default(keys.take("hidden_act", "a string"), "silu"),
     }
 
 
@@ -162,7 +168,8 @@ def heads(keys: Keys, shapes: Mapping[str, tuple[int, ...]], hidden_size: int) -
     projector = keys.take("projector_type", "a string")
     rank = keys.take("markov_rank", "an integer")
     w1 = shapes.get(f"{HEADS}markov_w1.weight")
-    if projector not in (None, "dspark") or not (rank or w1):
+    rank = _default(rank, (w1 or (0, 0))[-1])
+    if projector not in (None, "dspark") or not rank:
         raise ValueError(
             f"markov_rank: {rank}, projector_type {projector!r}: a plain DFlash drafter has no "
             "sequential head, and is another kind of drafter; train one with a head"
@@ -178,10 +185,12 @@ def heads(keys: Keys, shapes: Mapping[str, tuple[int, ...]], hidden_size: int) -
     with_markov = keys.take("confidence_head_with_markov", "true or false")
     if with_markov is None:
         with_markov = confidence is None or confidence[-1] != hidden_size
-    keys.take("attention_mode", "a string")
+    mode = keys.take("attention_mode", "a string")
+    if mode not in (None, *ATTENTION_MODES):
+        raise ValueError(f"attention_mode: {mode!r}, expected {' or '.join(ATTENTION_MODES)}")
     return {
-        "markov_rank": rank if rank else (w1 or (0, 0))[-1],
-        "markov_head_type": keys.take("markov_head_type", "a string") or _head_type(shapes),
+        "markov_rank": rank,
+        "markov_head_type": _default(keys.take("markov_head_type", "a string"), _head_type(shapes)),
         "enable_confidence_head": confidence is not None,
         "confidence_head_with_markov": with_markov,
     }
@@ -210,6 +219,11 @@ def engine_rope(config: DraftConfig) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling,
     }
+
+
+def _default(value: Any, default: Any) -> Any:
+    """A value that stands there counts, even an empty one."""
+    return default if value is None else value
 
 
 def _head_type(shapes: Mapping[str, tuple[int, ...]]) -> str:

@@ -58,9 +58,6 @@ def read(source: Source, given: Given) -> Reading:
         raise ValueError(f"speculators_model_type: {kind!r} is another kind of drafter than dspark")
     if not isinstance(source.raw.get(NEST), Mapping):
         raise ValueError(f"{NEST}: missing; an object with the backbone's sizes was expected")
-    hidden, own = source.raw.get("target_hidden_size"), source.raw[NEST].get("hidden_size")
-    if hidden not in (None, own):
-        raise ValueError(f"target_hidden_size: {hidden}, a drafter as wide as its target is needed")
     return read_drafter(source, given, ids=IDS, origin=HIDDEN_STATES, causal_default="sliding")
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dspark.draft.checkpoint import check_depth, check_dtype, check_vocabulary
+from dspark.draft.checkpoint import check_dtype, check_vocabulary, empty_drafter
 from dspark.draft.config import DraftConfig
 from dspark.draft.folder import CONFIG_FILE, TensorFolder
-from dspark.draft.model import DSparkDrafter
 from dspark.draft.vocabulary import MEMBERS, OFFSETS, vocabulary_ids, vocabulary_maps
 from dspark.errors import UserError
 from dspark.interop.names import COPIES
@@ -35,13 +34,8 @@ def own_tensors(
     Raises:
         UserError: Missing, unexpected, misshapen or quantised tensors.
     """
-    check_depth(stored.folder, theirs, config)
-    with torch.device("meta"):
-        expected = {
-            name: tensor
-            for name, tensor in DSparkDrafter(config).state_dict().items()
-            if name not in made
-        }
+    empty = empty_drafter(stored.folder, theirs, config)
+    expected = {name: tensor for name, tensor in empty.state_dict().items() if name not in made}
     problems = {
         "missing": [name for name in expected if name not in theirs],
         "unexpected": [
