@@ -16,7 +16,7 @@ from dspark.distill.loss import LossSums, chunk_slots, distill_loss
 from dspark.distill.objective import objective as objective_of
 from dspark.distill.terms import Grid, Objective, dpace_weights
 from dspark.distill.train_settings import TrainSettings
-from dspark.draft.heads import VanillaMarkovHead
+from dspark.draft.heads import GatedMarkovHead, RNNHead, SequentialHead, VanillaMarkovHead
 from dspark.errors import UserError
 from tests.tolerance import assert_close
 
@@ -90,7 +90,8 @@ class Case:
 
     def plain(self, o: Objective) -> Tensor:
         """The same number block by block, slot by slot, all logits at once, plain autograd."""
-        logits = self.states @ self.draft_head.T + self.markov.bias(self.markov.embed(self.prev))
+        codes = self.markov.codes(self.prev, self.states)
+        logits = self.states @ self.draft_head.T + self.markov.bias(codes)
         q_all, p_all = logits.softmax(-1), (self.target @ self.head.T).softmax(-1)
         total = torch.zeros((), dtype=q_all.dtype)
         unit = 1.0
@@ -194,6 +195,25 @@ def test_finite_differences_agree(name: str) -> None:
         down = value(states - 1e-6 * direction, head.detach())
     slope = (states.grad * direction).sum()  # type: ignore[operator]
     assert slope.item() == pytest.approx(((up - down) / 2e-6).item(), rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("head", [GatedMarkovHead, RNNHead])
+@pytest.mark.parametrize("supervised", [True, False])
+def test_heads_that_read_the_block(head: type[SequentialHead], supervised: bool) -> None:
+    """Codes of a slot hang on earlier slots: gradients reach those, and never a slot behind."""
+    case, objective = Case(), OBJECTIVES["all dpace"]
+    case.markov = head(19, 4, hidden=6).double()
+    if not supervised:
+        case.supervised = torch.zeros_like(case.supervised)
+    expected = case.gradients(lambda: case.plain(objective)) if supervised else None
+    case.states = case.states.detach()
+    case.states[~case.supervised] = torch.nan
+    got = case.gradients(lambda: case.sums(objective, 5).objective)
+    for name, gradient in got.items():
+        if expected is None:
+            assert not gradient.any(), name
+        else:
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-10, msg=name)
 
 
 def test_dpace_weights_by_hand() -> None:
