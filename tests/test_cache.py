@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dspark.distill import cache, cache_build
 from dspark.distill.batches import Batch, make_batch
-from dspark.distill.cache import MANIFEST, plan_cache
+from dspark.distill.cache import MANIFEST, CachedFeatures, plan_cache
 from dspark.distill.cache_build import cached_features
 from dspark.distill.cache_codec import Codec
 from dspark.distill.chat import TrainingRow
@@ -45,6 +45,8 @@ def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_build, "PATIENCE", 0.0)
+
     def small(*args: Any) -> Any:
         return plan_cache(*args, shard_bytes=SMALL)
 
@@ -371,6 +373,39 @@ def test_two_runs_do_not_write_the_same_cache(tmp_path: Path) -> None:
         pytest.raises(UserError, match="in use by process"),
     ):
         source(tmp_path)
+
+
+def test_a_run_waits_for_another_that_makes_the_same_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source(tmp_path)
+    held = locked(only_folder(tmp_path), "wait")
+    held.__enter__()
+    waits: list[float] = []
+
+    def let_go(seconds: float) -> None:
+        waits.append(seconds)
+        held.__exit__(None, None, None)
+
+    monkeypatch.setattr(cache_build, "PATIENCE", 3600.0)
+    monkeypatch.setattr("dspark.distill.lock.time.sleep", let_go)
+    source(tmp_path)
+    assert len(waits) == 1
+
+
+def test_states_that_were_read_are_kept_within_the_budget(tmp_path: Path) -> None:
+    cached, _ = source(tmp_path)
+    target = ToyTarget()
+    some = rows(target)
+    first = cached(batch_of(some, [0]))
+    size = sum(x.numel() * x.element_size() for x in (first.taps, first.hidden))
+    keeping = CachedFeatures(cached._plan, torch.device("cpu"), size)
+    kept = keeping(batch_of(some, [0]))
+    keeping(batch_of(some, [1]))  # does not fit any more
+    shutil.rmtree(only_folder(tmp_path))
+    assert torch.equal(keeping(batch_of(some, [0])).taps, kept.taps)
+    with pytest.raises(UserError, match="cannot be read"):
+        keeping(batch_of(some, [1]))
 
 
 def test_a_state_that_is_not_finite_stops_the_build(tmp_path: Path) -> None:

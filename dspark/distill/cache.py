@@ -134,10 +134,14 @@ def shard_digest(folder: Path, shard: Shard) -> str | None:
 
 
 class CachedFeatures:
-    """The states of a complete cache; a `FeatureSource`."""
+    """The states of a complete cache; a `FeatureSource`.
 
-    def __init__(self, plan: CachePlan, device: torch.device) -> None:
-        self._plan, self._device = plan, device
+    What was read stays in memory, decoded and on the device, while it fits into `keep` bytes.
+    """
+
+    def __init__(self, plan: CachePlan, device: torch.device, keep: int = 0) -> None:
+        self._plan, self._device, self._free = plan, device, keep
+        self._kept: dict[Ids, Features] = {}
         self._places: dict[Ids, tuple[Shard, int]] = {}
         for shard in plan.shards:
             start = 0
@@ -157,6 +161,16 @@ class CachedFeatures:
     def _row(self, ids: Ids) -> Features:
         if not ids:  # a micro-batch without rows
             return self._nothing()
+        if ids in self._kept:
+            return self._kept[ids]
+        features = self._read(ids)
+        size = sum(x.numel() * x.element_size() for x in (features.taps, features.hidden))
+        if size <= self._free:
+            self._free -= size
+            self._kept[ids] = features
+        return features
+
+    def _read(self, ids: Ids) -> Features:
         shard, start = self._places[ids]
         path = self._plan.folder / shard.file
         try:

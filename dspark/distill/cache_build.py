@@ -46,6 +46,9 @@ from dspark.taps import TapSet
 HEADROOM = 2 << 30
 """Bytes of the disk that a cache leaves free, besides a twentieth of its own size."""
 
+PATIENCE = 3600.0
+"""Seconds to wait for another run that is writing, or checking, the same states."""
+
 
 def cached_features(
     root: Path,
@@ -56,10 +59,12 @@ def cached_features(
     origin: Mapping[str, Any],
     processes: Processes,
     console: Console,
+    keep: int = 0,
 ) -> CachedFeatures:
     """A source for these rows whose states lie under `root`, made now where they do not yet.
 
-    `origin` names the target, template and length that the rows and weights come from. Raises
+    `origin` names the target, template and length that the rows and weights come from; states that
+    were read stay in memory while they fit into `keep` bytes. Raises
     UserError, on all processes: the cache would be larger than `settings.max_gib` or than the
     disk, another run writes it, or a state is not finite (BadFeatures).
     """
@@ -78,10 +83,9 @@ def cached_features(
         _check_disk(plan, missing, processes, console)
         with processes.together():
             if processes.is_main:
-                with writing(plan.folder):
-                    atomic_write_json(plan.folder / MANIFEST, _manifest(plan))
+                _write_manifest(plan)
             _write_missing(plan, missing, target, taps, processes, console)
-    return CachedFeatures(plan, target.device)
+    return CachedFeatures(plan, target.device, keep)
 
 
 @contextmanager
@@ -91,7 +95,11 @@ def _held(plan: CachePlan, processes: Processes) -> Iterator[None]:
         with processes.together():
             if processes.is_main:
                 stack.enter_context(
-                    locked(plan.folder, "wait until its states are written, or set cache.dir")
+                    locked(
+                        plan.folder,
+                        "wait until its states are written, or set cache.dir",
+                        patience=PATIENCE,
+                    )
                 )
                 clear_leftovers(plan.folder)
         yield
@@ -159,13 +167,17 @@ def _write_missing(
     with Reporter("target states", total, enabled=processes.is_main, console=console) as reporter:
         for shard in missing:
             tensors = _states(plan, shard, target, taps, reporter)
-            path = plan.folder / shard.file
-            with writing(path):
-                (plan.folder / shard.receipt).unlink(missing_ok=True)
-                with atomic_file(path) as fresh:
-                    save_file(tensors, fresh)
-                    receipt = {"bytes": fresh.stat().st_size, "sha256": sha256(fresh)}
-                atomic_write_json(plan.folder / shard.receipt, receipt)
+            with writing(plan.folder / shard.file):
+                _write_shard(plan.folder, shard, tensors)
+
+
+def _write_shard(folder: Path, shard: Shard, tensors: dict[str, Tensor]) -> None:
+    """The shard, then its receipt: a receipt never speaks of a shard that is not there."""
+    (folder / shard.receipt).unlink(missing_ok=True)
+    with atomic_file(folder / shard.file) as fresh:
+        save_file(tensors, fresh)
+        receipt = {"bytes": fresh.stat().st_size, "sha256": sha256(fresh)}
+    atomic_write_json(folder / shard.receipt, receipt)
 
 
 def _states(
@@ -182,8 +194,8 @@ def _states(
     return {name: torch.cat([row[name] for row in rows]) for name in plan.codec.names}
 
 
-def _manifest(plan: CachePlan) -> dict[str, Any]:
-    return {
+def _write_manifest(plan: CachePlan) -> None:
+    manifest = {
         "key": dict(plan.key),
         "tokens": plan.tokens,
         "shards": {
@@ -191,6 +203,8 @@ def _manifest(plan: CachePlan) -> dict[str, Any]:
             for shard in plan.shards
         },
     }
+    with writing(plan.folder):
+        atomic_write_json(plan.folder / MANIFEST, manifest)
 
 
 def _gb(size: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,19 +18,22 @@ from dspark.distill.disk import writing
 from dspark.errors import UserError
 
 LOCK_FILE = ".lock"
+POLL = 0.2
+"""Seconds between two looks at a lock that is waited for."""
 
 
 @contextmanager
-def locked(folder: Path, instead: str) -> Iterator[None]:
+def locked(folder: Path, instead: str, patience: float = 0.0) -> Iterator[None]:
     """Hold `folder` (made if missing, removed again if it is still empty at the end).
 
-    Raises UserError naming the holder if another process has it; `instead` says what else to do.
+    Raises UserError naming the holder if another process still has it after `patience` seconds;
+    `instead` says what else to do.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     path = folder / LOCK_FILE
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
-        handle = _take(path, instead)
+        handle = _take(path, instead, time.monotonic() + patience)
     try:
         yield
     finally:
@@ -42,7 +46,7 @@ def locked(folder: Path, instead: str) -> Iterator[None]:
                 break
 
 
-def _take(path: Path, instead: str) -> int:
+def _take(path: Path, instead: str, until: float) -> int:
     """An open, locked file that is the one at `path`."""
     # fcntl is imported here since only POSIX systems have it. On NFS, flock works between machines
     # from Linux 2.6.12 on and not with the mount option local_lock=flock or nolock: there, two
@@ -56,6 +60,9 @@ def _take(path: Path, instead: str) -> int:
         except BlockingIOError:
             holder = os.read(handle, 200).decode(errors="replace").strip() or "another process"
             os.close(handle)
+            if time.monotonic() < until:
+                time.sleep(POLL)
+                continue
             raise UserError(f"{path.parent}: in use by {holder}; {instead}") from None
         except BaseException:
             os.close(handle)

@@ -34,6 +34,7 @@ from dspark.distill.answers import (
     response_settings,
 )
 from dspark.distill.cache_build import cached_features
+from dspark.distill.calibrate import calibrate_held_out
 from dspark.distill.card import Provenance, model_card
 from dspark.distill.config import DistillConfig, load_config
 from dspark.distill.disk import clear_leftovers, writing
@@ -49,8 +50,9 @@ from dspark.distill.taps import FeatureSource
 from dspark.distill.tensorboard import require_tensorboard
 from dspark.distill.trainer import Trainer
 from dspark.distill.warm import warm_start
-from dspark.draft.calibration import CALIBRATION_FILE, measured
-from dspark.draft.checkpoint import CONFIG_FILE, WEIGHTS_FILE, save_drafter
+from dspark.draft.calibration import CALIBRATION_FILE, Fitted, measured
+from dspark.draft.checkpoint import save_drafter
+from dspark.draft.folder import CONFIG_FILE, WEIGHTS_FILE
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
 from dspark.files import atomic_write_text, json_text
@@ -84,8 +86,8 @@ def run_distill(
             if processes.is_main:
                 stack.enter_context(locked(out, "wait for it to end, or choose another --out"))
                 _check_folder(out, config, resume)
-                for folder in (out, out / ROWS):
-                    clear_leftovers(folder)
+                clear_leftovers(out)
+                clear_leftovers(out / ROWS)
         return _run(config, processes, console)
 
 
@@ -133,12 +135,13 @@ def _run(config: DistillConfig, processes: Processes, console: Console) -> Path:
         checkpoint=checkpoint,
         console=console,
     )
+    fitted = calibrate_held_out(config, loaded.target, drafter, rows.held_out, processes)
     with processes.together():
         if processes.is_main:
             provenance = _provenance(config, loaded, target_digest, files, rows, trainer, progress)
             template = first_format(config.data, loaded.tokenizer).template
             kept = tokenizer_files(loaded.tokenizer, template)
-            write_drafter_folder(out, drafter, progress.history, provenance, kept)
+            write_drafter_folder(out, drafter, progress.history, provenance, kept, fitted)
     console.print(f"drafter written to {out}", highlight=False, markup=False, soft_wrap=True)
     return out
 
@@ -169,6 +172,7 @@ def _cached(
         },
         processes,
         console,
+        int(config.train.keep_gib * 2**30),
     )
 
 
@@ -242,12 +246,13 @@ def write_drafter_folder(
     history: Sequence[dict[str, Any]],
     provenance: Provenance,
     tokenizer: Mapping[str, str],
+    fitted: Sequence[Fitted] = (),
 ) -> None:
     """Put the finished drafter into the run folder, `config.json` last: with it, all is there."""
     evaluated = [record["held_out"] for record in history if record.get("held_out")]
     drafter.calibration = measured(
         evaluated[-1] if evaluated else None, drafter.config, provenance.held_out_rows
-    )
+    ).with_fitted(*fitted)
     with writing(out):
         fresh = out / ".finished"
         texts = {
