@@ -66,6 +66,11 @@ class Bucket:
             yield parameter, flat[offset : offset + size].view_as(parameter)
             offset += size
 
+    def named_copies(self, flat: Tensor, key: str) -> dict[str, Tensor]:
+        """The pieces of such a vector as `<parameter>.<key>`, on CPU."""
+        pieces = zip(self.names, self.places(flat), strict=True)
+        return {f"{name}.{key}": place.to("cpu", copy=True) for name, (_, place) in pieces}
+
     def own_part(self, flat: Tensor, rank: int) -> Tensor:
         """This process's part of a vector that is laid out like the bucket."""
         return flat[rank * len(self.own) : (rank + 1) * len(self.own)]
@@ -204,9 +209,8 @@ class ShardedOptimiser:
                 whole = torch.zeros_like(bucket.weights)
                 bucket.own_part(whole, self._processes.rank).copy_(state[key])
                 self._processes.gather_parts(whole)
-                for name, (_, place) in zip(bucket.names, bucket.places(whole), strict=True):
-                    if self._processes.is_main:
-                        tensors[f"{name}.{key}"] = place.to("cpu", copy=True)
+                if self._processes.is_main:
+                    tensors |= bucket.named_copies(whole, key)
         return tensors if self._processes.is_main else {}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
