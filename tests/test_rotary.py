@@ -88,8 +88,18 @@ def test_a_turn_is_a_product_of_complex_numbers(config: DraftConfig) -> None:
     parts = (expected.real, expected.imag)
     expected = torch.stack(parts, -1).flatten(-2) if config is MLA else torch.cat(parts, -1)
     assert_close(rotary.at(positions).turn(x), expected, dtype=torch.float32, limit=2e-7)
-    span = rotary.span(17, 19)
-    assert torch.equal(span.cos[0], rotary.at(positions).cos[2])
+
+
+@pytest.mark.parametrize("config", [FULL, MLA], ids=["halves", "interleaved"])
+def test_spans_are_their_positions_whatever_was_asked_before(config: DraftConfig) -> None:
+    """Pages turn, texts jump ahead and back, long spans bypass the page."""
+    rotary = Rotary.of(config, CPU, torch.float32)
+    assert rotary is not None
+    spans = [(0, 5), (5, 9), (250, 256), (252, 257), (0, 1), (3, 3), (900, 1300), (1, 200)]
+    for start, stop in [*spans, (10**6, 10**6 + 8)]:
+        span, expected = rotary.span(start, stop), rotary.at(torch.arange(start, stop))
+        assert torch.equal(span.cos, expected.cos)
+        assert torch.equal(span.sin, expected.sin)
 
 
 @pytest.mark.parametrize("config", [FULL, MLA], ids=["halves", "interleaved"])

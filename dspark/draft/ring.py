@@ -99,13 +99,15 @@ class Ring:
     def place(self, context: DraftContext, causal: bool) -> BlockPlace:
         """The block anchored at the context's lengths."""
         length, device = context.common_length, context.device
-        slot = torch.arange(self.slots, device=device)
         if length is not None:
             start = min(length, self.size)
             stop = start + self.slots
-            columns = torch.arange(stop, device=device)
-            mask = (columns <= start + slot[:, None])[None, None] if causal else None
-            return BlockPlace(start, None, stop, mask)
+            if not causal:
+                return BlockPlace(start, None, stop, None)
+            last = torch.arange(start, stop, device=device)[:, None]
+            mask = torch.arange(stop, device=device) <= last
+            return BlockPlace(start, None, stop, mask[None, None])
+        slot = torch.arange(self.slots, device=device)
         starts = context.lengths.clamp(max=self.size)[:, None]
         stop = min(max(context.row_lengths), self.size) + self.slots
         columns = torch.arange(stop, device=device)

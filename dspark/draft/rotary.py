@@ -16,9 +16,9 @@ m(c) = 0.1 c ln(factor) + 1:
 so the MLA-native K3 drafter (factor 32, both terms 1) leaves cosine and sine alone and scales its
 softmax by 192^-1/2 x 1.3466^2 = 0.13086.
 
-Angles are formed in float32 for the positions that are asked for. There is no table, so nothing is
-sized by a maximum; float32 because that is what the engines multiply, and at position 10^6 its
-rounding shows.
+Angles are formed in float32 for the positions that are asked for, a page ahead where a text grows
+by a few tokens at a time, so nothing is sized by a maximum; float32 because that is what the
+engines multiply, and at position 10^6 its rounding shows.
 
 Letters: K rotated channels.
 """
@@ -53,14 +53,25 @@ class Rotation:
         return torch.addcmul(x * self.cos, partner, self.sin)
 
 
-@dataclass(frozen=True)
-class Rotary:
-    """Signed frequencies [K] in float32, and what cosine and sine are scaled by."""
+PAGE = 256
+"""Positions computed at once for short spans: at batch 1, four small operations of every round."""
 
-    signed: Tensor
-    scale: float
-    interleaved: bool
-    dtype: torch.dtype
+
+class Rotary:
+    """Cosine and sine of any positions.
+
+    Args:
+        signed: Signed frequencies [K] in float32, on the device where positions live.
+        scale: What cosine and sine are multiplied by.
+        interleaved: How channels are paired.
+        dtype: Of the tables.
+    """
+
+    def __init__(self, signed: Tensor, scale: float, interleaved: bool, dtype: torch.dtype) -> None:
+        self.signed, self.scale = signed, scale
+        self.interleaved, self.dtype = interleaved, dtype
+        self._first = 0
+        self._page: Rotation | None = None
 
     @classmethod
     def of(cls, config: DraftConfig, device: torch.device, dtype: torch.dtype) -> Rotary | None:
@@ -84,6 +95,14 @@ class Rotary:
 
     def span(self, start: int, stop: int) -> Rotation:
         """Positions start..stop-1 -> tables [stop - start, 1, K]."""
+        if stop - start > PAGE // 2:
+            return self._consecutive(start, stop)
+        if self._page is None or not self._first <= start <= stop <= self._first + PAGE:
+            self._first, self._page = start, self._consecutive(start, start + PAGE)
+        rows = slice(start - self._first, stop - self._first)
+        return Rotation(self._page.cos[rows], self._page.sin[rows], self.interleaved)
+
+    def _consecutive(self, start: int, stop: int) -> Rotation:
         device = self.signed.device
         positions = torch.arange(start, stop, device=device, dtype=torch.float32)
         return self._rotation(positions[:, None, None])
@@ -104,9 +123,8 @@ def frequencies(width: int, theta: float, yarn: Yarn | None) -> Tensor:
         return 1.0 / wavelength
     low, high = (_channel(turns, width, theta, yarn) for turns in (yarn.beta_fast, yarn.beta_slow))
     low, high = max(math.floor(low), 0), min(math.ceil(high), width - 1)
-    ramp = (torch.arange(width // 2, device="cpu").float() - low) / (
-        high - low if high != low else 0.001
-    )
+    width_of_blend = high - low if high != low else 0.001
+    ramp = (torch.arange(width // 2, device="cpu").float() - low) / width_of_blend
     kept = 1 - ramp.clamp(0, 1)
     return (1.0 / (yarn.factor * wavelength)) * (1 - kept) + (1.0 / wavelength) * kept
 
