@@ -1,9 +1,14 @@
 """The KDA state of a text at chosen positions, in one differentiable pass.
 
 Training drafts a block at every anchor p of a row and needs the state after the rows before p.
-The text is cut into chunks of C rows; one pass over the chunks leaves the state S_n that enters
-each, and the updates U of every row (``kda`` has the formulas). A position inside chunk n, r rows
-in, needs no second pass, because a row's update depends on nothing after it:
+The text is cut into chunks of C rows. A chunk acts on the state S that enters it through two
+matrices that do not depend on S (``kda`` has G, and U = U0 - W S, the updates of its rows), so the
+only sequential part is one product per chunk:
+
+    S' = [diag(exp G_C) - (K exp(G_C - G))^T W] S + (K exp(G_C - G))^T U0
+
+A position inside chunk n, r rows in, needs no second pass, because a row's update depends on
+nothing after it:
 
     S_p = diag(exp G_r) S_n + sum_{j<=r} (k_j exp(G_r - G_j)) U_j^T
 
@@ -63,23 +68,31 @@ def states_at(
     solved = torch.linalg.solve_triangular(A, right, upper=False, unitriangular=True)
     U0, W = solved.split((v.shape[-1], K), -1)
     end = G[..., -1:, :]
-    end_decay, k_to_end = end.exp().transpose(-1, -2), (k * (end - G).exp()).transpose(-1, -2)
-    entering, updates = [], []
-    for U0_n, W_n, decay_n, k_n in zip(
-        *(x.unbind(1) for x in (U0, W, end_decay, k_to_end)), strict=True
-    ):
-        entering.append(state)
-        updates.append(U0_n - torch.matmul(W_n, state))
-        state = decay_n * state + torch.matmul(k_n, updates[-1])
+    k_to_end = (k * (end - G).exp()).transpose(-1, -2)
+    keep = torch.diag_embed(end.exp().squeeze(-2)) - torch.matmul(k_to_end, W)
+    entering = _scan(keep, torch.matmul(k_to_end, U0), state)
+    updates = U0 - torch.matmul(W, entering)
     row = torch.arange(B, device=k.device)[:, None]
     chunk, inside = positions // CHUNK, positions % CHUNK
     return _advance(
-        torch.stack(entering, 1)[row, chunk],
-        torch.stack(updates, 1)[row, chunk],
+        entering[row, chunk],
+        updates[row, chunk],
         k[row, chunk],
         G[row, chunk],
         inside,
     )
+
+
+def _scan(keep: Tensor, add: Tensor, state: Tensor) -> Tensor:
+    """S_n entering each chunk, S_{n+1} = keep_n S_n + add_n: [B, N, H, K, V] of [B, N, H, K, *]."""
+    B, N, H, K, V = add.shape
+    keeps, adds = (x.transpose(0, 1).reshape(N, B * H, K, -1) for x in (keep, add))
+    state = state.reshape(B * H, K, V)
+    entering = [state]
+    for keep_n, add_n in zip(keeps[:-1].unbind(0), adds[:-1].unbind(0), strict=True):
+        state = torch.baddbmm(add_n, keep_n, state)
+        entering.append(state)
+    return torch.stack(entering).view(N, B, H, K, V).transpose(0, 1)
 
 
 def _advance(state: Tensor, updates: Tensor, k: Tensor, G: Tensor, rows: Tensor) -> Tensor:
