@@ -12,6 +12,7 @@ import sys
 from dspark import console
 from dspark.commands.app import app
 from dspark.commands.bench import bench
+from dspark.commands.calibrate import calibrate
 from dspark.commands.data import data
 from dspark.commands.distill import distill
 from dspark.commands.doctor import doctor
@@ -19,7 +20,18 @@ from dspark.commands.evaluate import evaluate
 from dspark.commands.export import export
 from dspark.commands.import_ import import_
 
-__all__ = ["app", "bench", "data", "distill", "doctor", "evaluate", "export", "import_", "main"]
+__all__ = [
+    "app",
+    "bench",
+    "calibrate",
+    "data",
+    "distill",
+    "doctor",
+    "evaluate",
+    "export",
+    "import_",
+    "main",
+]
 
 
 def main() -> None:

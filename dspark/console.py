@@ -27,6 +27,7 @@ _SPREAD = {
     "distill": ("--prompts", "--set"),
     "eval": ("--suite", "--prompts"),
     "bench": ("--temperature",),
+    "calibrate": ("--suite", "--prompts", "--temperature"),
 }
 
 

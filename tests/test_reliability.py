@@ -208,7 +208,7 @@ def test_true_temperatures_are_recovered(seed: int):
 
 def test_a_stream_is_calibrated_after_the_fit_on_prompts_not_fitted_on():
     rounds = stream(20_000, (1.0, 2.5, 0.4, 3.0), 7)
-    fitted = fit_setting(rounds, SamplingParams(temperature=1.0))
+    fitted, _ = fit_setting(rounds, SamplingParams(temperature=1.0))
     assert (fitted.rounds, fitted.prompts) == (20_000, 2000)
     for after, floor in zip(fitted.ece_after, fitted.ece_floor, strict=True):
         assert after < floor + 0.006  # what half the rounds leave undecided of a temperature
@@ -254,7 +254,7 @@ def test_temperatures_stay_in_the_grid_and_unseen_slots_stay_as_they_are():
         np.array([[1.0, np.nan]] * 4), np.array([1, 0, 1, 1]), np.ones(4, int), np.arange(4)
     )
     assert fit_temperatures(cut)[1] == 1.0
-    entry = fit_setting(cut, SamplingParams())
+    entry, _ = fit_setting(cut, SamplingParams())
     assert (entry.ece_after[1], entry.auc[1]) == (None, None)
 
 
@@ -286,7 +286,7 @@ def test_a_curve_mends_what_no_temperature_can():
     """Bad rounds survive more often than the product says, good ones less often: Platt slope 1/3
     in the middle of the product, a shape no temperature of a slot has."""
     rounds = bent(20_000, ((1.0, 1.0, 0.0), (0.35, 0.35, 0.0)), 1)
-    fitted = fit_setting(rounds, SamplingParams(temperature=1.0))
+    fitted, _ = fit_setting(rounds, SamplingParams(temperature=1.0))
     assert fitted.ece_scaled[1] > 0.03
     assert fitted.ece_after[1] < fitted.ece_floor[1] + 0.006
 
@@ -303,6 +303,23 @@ def test_a_curve_never_falls_and_survival_never_rises():
     assert (np.diff(scores, axis=1) <= 0).all()
 
 
+def test_a_fit_that_does_not_help_is_not_kept():
+    """Streams that are calibrated already, of 60 rounds: what is fitted to them is mostly noise."""
+    kept = []
+    for seed in range(12):
+        rounds = stream(60, (1.0, 1.0), seed)
+        entry, scores = fit_setting(rounds, SamplingParams(temperature=1.0))
+        assert entry.ece_after == reliability(scores, rounds).ece
+        assert sum(entry.ece_after) <= min(sum(entry.ece_before), sum(entry.ece_scaled))
+        kept.append(entry)
+        if entry.temperatures == (1.0, 1.0):
+            assert entry.curves == (IDENTITY, IDENTITY)
+            assert entry.ece_after == entry.ece_scaled == entry.ece_before
+            assert (scores == survival(rounds.logits, (1.0, 1.0))).all()
+    assert any(entry.temperatures == (1.0, 1.0) for entry in kept)
+    assert any(entry.temperatures != (1.0, 1.0) for entry in kept)  # or nothing was tried
+
+
 def test_one_round_moves_a_curve_little_and_none_not_at_all():
     one = ConfidenceRounds(np.array([[0.5, np.nan]]), np.array([1]), np.array([1]), np.array([0]))
     first, second = fit_curves(one, (1.0, 1.0))
@@ -313,7 +330,7 @@ def test_one_round_moves_a_curve_little_and_none_not_at_all():
 def test_the_runtime_says_what_was_fitted():
     """The torch formula in float32 against the numpy one in float64, and causal in the slots."""
     rounds = stream(500, (1.0, 2.0, 0.5), 4)
-    fitted = fit_setting(rounds, SamplingParams(temperature=1.0))
+    fitted, _ = fit_setting(rounds, SamplingParams(temperature=1.0))
     expected = curved_survival(rounds.logits, fitted.temperatures, fitted.curves)
     logits = torch.tensor(rounds.logits, dtype=torch.float32)
     found = fitted.confidence(logits)

@@ -78,8 +78,9 @@ def _numbers(record: Mapping[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        "Settings are in `run.yaml`, the whole history in `training.json`. The confidence is the "
-        "head's own, not calibrated: `calibration.json` holds it beside the acceptance.",
+        "Settings are in `run.yaml`, the whole history in `training.json`. The confidence is "
+        "calibrated for the sampling settings in `calibration.json`, and the head's own if it has "
+        "none.",
         "",
     ]
 

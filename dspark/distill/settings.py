@@ -167,6 +167,7 @@ class EvalSettings:
     max_new_tokens: int = option(96, "longest answer decoded")
     temperatures: tuple[float, ...] = option((0.0, 1.0), "sampling temperatures decoded at")
     draft_length: int = option(7, "proposals per round, at most drafter.block_size")
+    calibrate: bool = option(True, "at the end, fit the confidence on all held-out prompts")
 
     def __post_init__(self) -> None:
         check_at_least("eval", self, 1, "every", "max_new_tokens", "draft_length")

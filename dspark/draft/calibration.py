@@ -31,6 +31,7 @@ from dspark.draft.config import DraftConfig
 
 CALIBRATION_FILE = "calibration.json"
 SCHEMA_VERSION = 2
+NOT_CALIBRATED = "the drafter's confidence is not calibrated; run `dspark calibrate`"
 TEACHER_FORCED = "held-out rows, teacher-forced, temperature 1"
 
 Slots = tuple[float | None, ...]
@@ -147,7 +148,7 @@ class Calibration:
         """What to say beside numbers that rest on the confidence at that setting, if anything."""
         found = self.nearest(sampling)
         if found is None:
-            return "the drafter's confidence is not calibrated; run `dspark calibrate`"
+            return NOT_CALIBRATED
         entry, exact = found
         if exact:
             return None

@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from dspark.draft.calibration import Fitted, Sampling
-from dspark.draft.curves import curved_survival, fit_curves
+from dspark.draft.curves import IDENTITY, curved_survival, fit_curves
 from dspark.draft.reliability import (
     Bools,
     ConfidenceRounds,
@@ -83,34 +83,46 @@ def held_out_survival(rounds: ConfidenceRounds, *, seed: int = 0) -> tuple[Float
     return scaled, curved
 
 
-def fit_setting(rounds: ConfidenceRounds, sampling: Sampling, *, seed: int = 0) -> Fitted:
-    """The calibration entry of one sampling setting.
+def fit_setting(
+    rounds: ConfidenceRounds, sampling: Sampling, *, seed: int = 0
+) -> tuple[Fitted, Floats]:
+    """The calibration entry of one sampling setting, and the survival [n, G] it was judged by.
 
     Temperatures and curves come from all rounds; every figure but `ece_before` from cross-fitted
-    scores, where no prompt is judged by a fit that has seen it.
+    scores, where no prompt is judged by a fit that has seen it. On few rounds a fit can be worse
+    than none, so what has the lowest average ECE there is kept: temperatures and curves, or
+    temperatures alone (curves become the identity), or nothing (temperatures become 1 as well).
 
     Raises ValueError below two prompts with rounds: there is nothing to hold out.
     """
     if rounds.prompts < 2:
         raise ValueError(f"rounds of {rounds.prompts} prompts: at least 2 are needed")
-    raw = reliability(survival(rounds.logits, (1.0,) * rounds.slots), rounds)
-    scaled, curved = held_out_survival(rounds, seed=seed)
-    after = reliability(curved, rounds)
     temperatures = fit_temperatures(rounds)
-    return Fitted(
+    curves = fit_curves(rounds, temperatures)
+    raw = survival(rounds.logits, (1.0,) * rounds.slots)
+    candidates = (raw, *held_out_survival(rounds, seed=seed))
+    judged = [reliability(scores, rounds) for scores in candidates]
+    best = min(range(3), key=lambda index: judged[index].average_ece or 0.0)
+    if best < 2:
+        curves = (IDENTITY,) * rounds.slots
+    if best < 1:
+        temperatures = (1.0,) * rounds.slots
+    after = judged[best]
+    entry = Fitted(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         method="token",
         temperatures=temperatures,
-        curves=fit_curves(rounds, temperatures),
-        ece_before=raw.ece,
-        ece_scaled=reliability(scaled, rounds).ece,
+        curves=curves,
+        ece_before=judged[0].ece,
+        ece_scaled=judged[min(best, 1)].ece,
         ece_after=after.ece,
         ece_floor=after.ece_floor,
         auc=after.auc,
         brier=after.brier,
-        average_ece_after_ci95=average_ece_ci95(curved, rounds, seed=seed),
+        average_ece_after_ci95=average_ece_ci95(candidates[best], rounds, seed=seed),
         rounds=len(rounds),
         prompts=rounds.prompts,
     )
+    return entry, candidates[best]

@@ -1,4 +1,4 @@
-"""`dspark eval`: how much of a draft is accepted, for each prompt set on its own.
+"""`dspark eval`: how much of a draft is accepted, and how well the drafter knows it, by prompt set.
 
 Only speculative decoding runs: its answers are the target's (at temperature 0 token for token), so
 answers with a known result are graded as they are. Sets are never merged into one figure, since
@@ -11,9 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from dspark.draft.calibration import NOT_CALIBRATED, describe
+from dspark.draft.reliability import average, reliability, survival
 from dspark.files import atomic_write_json
 from dspark.nano.grade import is_correct
-from dspark.runtime.records import Generation
+from dspark.runtime.confidence import confidence_rounds
+from dspark.runtime.records import Generation, RoundRecord
+from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
 from dspark_eval.document import SCHEMA_VERSION, run_document
 from dspark_eval.pair import Pair, load_pair
@@ -64,8 +68,22 @@ def eval_pair(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> dict
         "draft_length": pair.draft_length,
         "seed": options.seed,
         "suites": results,
-        "warnings": [*pair.warnings, *(note for s in suites for note in s.notes), *few],
+        "warnings": [
+            *pair.warnings,
+            *_confidence_warnings(pair, sampling),
+            *(note for s in suites for note in s.notes),
+            *few,
+        ],
     }
+
+
+def _confidence_warnings(pair: Pair, sampling: SamplingParams) -> list[str]:
+    if pair.drafter.confidence_head is None:
+        return []
+    if pair.drafter.calibration is None:
+        return [NOT_CALIBRATED]
+    said = pair.drafter.calibration.warning(sampling)
+    return [] if said is None else [said]
 
 
 def _eval_suite(
@@ -100,6 +118,30 @@ def _eval_suite(
         "context_buckets": [asdict(bucket) for bucket in buckets],
         "finished_share": sum(answer.finish == "end" for answer in answers) / len(answers),
         "exact_answers": exact_answers(pair, suite, answers),
+        "confidence": confidence_report(pair, options.sampling(), by_prompt),
+    }
+
+
+def confidence_report(
+    pair: Pair, sampling: SamplingParams, by_prompt: Sequence[Sequence[RoundRecord]]
+) -> dict[str, Any] | None:
+    """How far the reported confidence may be believed, by slot; None without a confidence head.
+
+    `calibrated_for` is the setting of the calibration entry that was applied, None if none was.
+    """
+    rounds = confidence_rounds(by_prompt, pair.drafter.config.block_size)
+    if not len(rounds):
+        return None
+    calibration = pair.drafter.calibration
+    applied = None if calibration is None else calibration.nearest(sampling)
+    # As reported: the calibration is in the records already.
+    found = reliability(survival(rounds.logits, (1.0,) * rounds.slots), rounds)
+    return {
+        "calibrated_for": applied and describe(applied[0]),
+        "exact_setting": applied is not None and applied[1],
+        "average_ece": found.average_ece,
+        "average_ece_floor": average(found.ece_floor),
+        **asdict(found),
     }
 
 

@@ -21,7 +21,7 @@ from dspark.runtime.k3_target import load_target
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.target import Target
-from dspark_eval.settings import BenchOptions, EvalOptions
+from dspark_eval.settings import BenchOptions, CalibrateOptions, EvalOptions
 from dspark_eval.speed import Decode
 from dspark_eval.suites import Suite
 
@@ -71,7 +71,7 @@ class Pair:
         return lambda prompt, seed: generate(prompt, seed=seed)
 
 
-def load_pair(options: BenchOptions | EvalOptions) -> Pair:
+def load_pair(options: BenchOptions | EvalOptions | CalibrateOptions) -> Pair:
     """Load target and drafter and check that they belong together.
 
     Raises `UserError`: a missing folder, a drafter of another target's shape or tokenizer, a draft

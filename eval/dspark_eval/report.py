@@ -150,8 +150,73 @@ def print_eval(document: dict[str, Any], console: Console | None = None) -> None
     for name, suite in document["suites"].items():
         chances = " ".join(_number(value, 2) for value in suite["conditional_acceptance"])
         console.print(f"{name}: conditional acceptance by position {chances}", highlight=False)
+        if suite["confidence"] is not None:
+            console.print(f"{name}: {_confidence_line(suite['confidence'])}", highlight=False)
     for warning in document["warnings"]:
         console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
+
+
+def _confidence_line(found: dict[str, Any]) -> str:
+    errors = " ".join(_number(None if e is None else 100 * e, 1) for e in found["ece"])
+    return (
+        f"calibration error of the predicted survival by position {errors} %, "
+        f"average {_percent(found['average_ece'])} "
+        f"(a perfect forecast: {_percent(found['average_ece_floor'])})"
+    )
+
+
+def print_calibration(document: dict[str, Any], path: str, console: Console | None = None) -> None:
+    """A block for each setting: calibration error of the survival by slot, before and after."""
+    console = console or _console()
+    slots = len(document["settings"][0]["temperatures"])
+    title = (
+        f"{document['drafter']} drafts for {document['target']}: calibration error of the "
+        f"predicted survival, in percent, on {document['dataset']}"
+    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("confidence", no_wrap=True)
+    for name in (*(f"slot {slot}" for slot in range(1, slots + 1)), "average"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for report in document["settings"]:
+        _add_setting(table, report)
+    console.print(table)
+    for report in document["settings"]:
+        console.print(
+            f"temperature {report['temperature']:g}: {report['rounds']} rounds of "
+            f"{report['prompts']} prompts; average after "
+            f"{_percent(report['average_ece_after'])} "
+            f"{_percent_interval(report['average_ece_after_ci95'])}; AUC by slot "
+            f"{' '.join(_number(value, 2) for value in report['auc'])}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    console.print(
+        "After the fit: on prompts not fitted on. A perfect forecast: what chance alone shows on "
+        "as many rounds; more prompts lower it.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for warning in document["warnings"]:
+        console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
+    console.print(f"written to {path}", highlight=False, soft_wrap=True)
+
+
+def _add_setting(table: Table, report: dict[str, Any]) -> None:
+    rows = (
+        ("ece_before", f"temperature {report['temperature']:g}, the head's own"),
+        ("ece_scaled", "  with temperatures"),
+        ("ece_after", "  with temperatures and curves"),
+        ("ece_floor", "  a perfect forecast"),
+    )
+    for key, label in rows:
+        values = [*report[key], report[f"average_{key}"]]
+        cells = (NOT_MEASURED if value is None else f"{100 * value:.1f}" for value in values)
+        last = key == "ece_floor"
+        table.add_row(label, *cells, style="bold" if key == "ece_after" else "", end_section=last)
+
+
+def _percent_interval(bounds: Sequence[float] | None) -> str:
+    return "" if bounds is None else f"[{100 * bounds[0]:.1f}, {100 * bounds[1]:.1f}]"
 
 
 def _console() -> Console:

@@ -37,7 +37,7 @@ def _check_folder(name: str, path: Path) -> None:
     _require(existing.is_dir(), f"{name}: {existing} is a file; a folder is needed there")
 
 
-def _check_shared(options: BenchOptions | EvalOptions) -> None:
+def _check_shared(options: BenchOptions | EvalOptions | CalibrateOptions) -> None:
     """What both commands ask of the options they have in common."""
     _require(bool(str(options.draft)), "--draft: expected the folder of a drafter; got nothing")
     _require(
@@ -65,6 +65,14 @@ def _check_shared(options: BenchOptions | EvalOptions) -> None:
         f"--dtype: expected one of {', '.join(DTYPES)}; got {options.dtype!r}",
     )
     check_device_name(options.device, "--device")
+
+
+def _check_temperatures(values: tuple[float, ...]) -> None:
+    _require(len(values) > 0, "--temperature: expected at least one value")
+    _require(
+        len(set(values)) == len(values),
+        f"--temperature: each value once; got {', '.join(map(str, values))}",
+    )
 
 
 @dataclass(frozen=True)
@@ -108,11 +116,7 @@ class BenchOptions:
         )
         _require(self.warmup >= 1, f"--warmup: expected 1 or more; got {self.warmup}")
         _require(self.repeats >= 1, f"--repeats: expected 1 or more; got {self.repeats}")
-        _require(len(self.temperature) > 0, "--temperature: expected at least one value")
-        _require(
-            len(set(self.temperature)) == len(self.temperature),
-            f"--temperature: each value once; got {', '.join(map(str, self.temperature))}",
-        )
+        _check_temperatures(self.temperature)
         self.sampling()
         _check_file("--json", self.json)
         _check_file("--plot", self.plot)
@@ -163,3 +167,61 @@ class EvalOptions:
     def sampling(self) -> SamplingParams:
         """The sampling parameters of the run."""
         return SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """One call of `dspark calibrate`.
+
+    suites: suite names or JSONL files that the drafter was not trained on, taken together.
+    temperature: one entry is fitted for each value. out: folder for reliability.json and the
+    pictures, None = the drafter's. sglang: folder for files in SGLang's formats. profile: measure
+    the time of a round by verified rows, for SGLang's cost table.
+    """
+
+    draft: str | Path
+    target: str | Path = "nano"
+    suites: tuple[str, ...] = ("nano-validation",)
+    n_prompts: int = 200
+    max_new_tokens: int = 256
+    temperature: tuple[float, ...] = (0.0, 1.0)
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = PUBLISHED_SEED
+    threads: int | None = None
+    device: str = "cpu"
+    dtype: str = "float32"
+    out: Path | None = None
+    sglang: Path | None = None
+    profile: bool = False
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        _check_shared(self)
+        _require(
+            self.n_prompts >= 2,
+            f"--n-prompts: expected 2 or more, half are fitted on and half judged; "
+            f"got {self.n_prompts}",
+        )
+        _require(len(self.suites) > 0, "--suite: expected at least one suite name or JSONL file")
+        _check_temperatures(self.temperature)
+        self.sampling()
+        for name, folder in (("--out", self.out), ("--sglang", self.sglang)):
+            if folder is not None:
+                _check_folder(name, folder)
+        _require(
+            self.sglang is not None or not self.profile,
+            "--profile: measures SGLang's cost table; give --sglang DIR to write it to",
+        )
+
+    @property
+    def draft_length(self) -> int | None:
+        """Whole blocks: every slot is judged."""
+        return None
+
+    def sampling(self) -> tuple[SamplingParams, ...]:
+        """The sampling settings to fit, in the order asked for."""
+        return tuple(
+            SamplingParams(temperature=value, top_p=self.top_p, top_k=self.top_k)
+            for value in self.temperature
+        )

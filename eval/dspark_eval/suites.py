@@ -2,7 +2,9 @@
 
 The shipped held-out prompts of the nano target come as two sets, since how predictable a text is
 decides how much of a draft is accepted: word problems with a worked solution, and plain
-instructions, told apart by the family each row names.
+instructions, told apart by the family each row names. A third set is written on the spot, as large
+as asked for: the validation split that its generator keeps apart from training and test. It is for
+fitting, so that what ships stays unseen until it is measured.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dspark.assets import asset
+from dspark.distill.messages import user_turn
 from dspark.distill.prompts import PromptRow, read_prompts
 from dspark.errors import UserError
+from dspark.nano.generate import row as nano_row
 from dspark.nano.instructions import FAMILIES as INSTRUCTIONS
 
 _NANO_FILE = "prompts/test.jsonl"
@@ -32,7 +36,8 @@ _NANO_SETS: dict[str, Callable[[PromptRow], bool]] = {
     "nano-problems": _is_problem,
     "nano-instructions": _is_instruction,
 }
-SUITE_NAMES = ("nano", *_NANO_SETS)
+VALIDATION = "nano-validation"
+SUITE_NAMES = ("nano", *_NANO_SETS, VALIDATION)
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ def load_suites(name: str | Path, *, n_prompts: int, seed: int) -> list[Suite]:
 
     Raises `UserError` for a name that is neither, and for what `read_prompts` refuses.
     """
+    if str(name) == VALIDATION:
+        return [_validation(n_prompts, seed)]
     if str(name) in SUITE_NAMES:
         rows = read_prompts([asset(_NANO_FILE)], strict=True).rows
         wanted = _NANO_SETS if name == "nano" else {str(name): _NANO_SETS[str(name)]}
@@ -71,6 +78,19 @@ def load_suites(name: str | Path, *, n_prompts: int, seed: int) -> list[Suite]:
     skipped = bool(prompts.report.skipped or prompts.report.later_turns)
     notes = (f"{path}: {prompts.report.summary()}",) if skipped else ()
     return [_suite(path.stem, prompts.rows, n_prompts, seed, notes)]
+
+
+def _validation(count: int, seed: int) -> Suite:
+    """`count` different questions of the generator's validation split; `seed` decides which."""
+    rows: dict[str, PromptRow] = {}
+    index = 0
+    while len(rows) < count:
+        made = nano_row(seed, index, "validation")
+        question = made.messages[0]["content"]
+        facts = {"family": made.family} | ({} if made.answer is None else {"answer": made.answer})
+        index += 1
+        rows.setdefault(question, PromptRow(VALIDATION, index, user_turn(question), facts))
+    return Suite(VALIDATION, tuple(rows.values()), count)
 
 
 def draw_rows(rows: tuple[PromptRow, ...], count: int, seed: int) -> tuple[PromptRow, ...]:

@@ -1,0 +1,159 @@
+"""`dspark calibrate`: fit what a drafter's confidence is worth, on rounds of the decode loop.
+
+    prompts it was not trained on -> rounds with whole blocks -> temperatures and curves
+        DRAFT/calibration.json                        what decoding uses from then on
+        OUT/reliability.json, reliability-t*.png      predicted against observed survival, by slot
+        SGLANG/sts-t*.json, sps.json                  the same for SGLang: temperatures, cost table
+
+Figures after the fit are of prompts that it has not seen: halves of the prompts judge each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dspark.draft.calibration import CALIBRATION_FILE, Calibration, Fitted, measured
+from dspark.draft.reliability import BINS, ConfidenceRounds, Floats, average, bin_sums, survival
+from dspark.draft.scaling import fit_setting
+from dspark.errors import UserError
+from dspark.files import atomic_write_json
+from dspark.runtime.confidence import collect_rounds
+from dspark.runtime.sampling import SamplingParams
+from dspark_eval.pair import Pair, load_pair
+from dspark_eval.report import print_calibration, progress
+from dspark_eval.settings import CalibrateOptions
+from dspark_eval.sglang_files import setting_name, sps_table, sts_table
+from dspark_eval.step_times import round_costs
+from dspark_eval.suites import load_suites
+
+RELIABILITY_FILE = "reliability.json"
+SCHEMA_VERSION = 1
+
+
+def run_calibrate(options: CalibrateOptions) -> dict[str, Any]:
+    """Fit, write into the drafter's folder, report. Returns what `reliability.json` holds.
+
+    Raises `UserError` for what `load_suites` and `load_pair` refuse, for a drafter without a
+    confidence head, too few prompts, and a folder that cannot be written.
+    """
+    suites = [
+        suite
+        for name in options.suites
+        for suite in load_suites(name, n_prompts=options.n_prompts, seed=options.seed)
+    ]
+    pair = load_pair(options)
+    if pair.drafter.confidence_head is None:
+        raise UserError(f"{options.draft}: this drafter has no confidence head; nothing to fit")
+    prompts = [ids for suite in suites for ids in pair.prompt_ids(suite)]
+    if len(prompts) < 2:
+        raise UserError(f"--suite: {len(prompts)} prompt; at least 2 are needed, half are held out")
+    dataset = ", ".join(suite.name for suite in suites)
+    fitted, reports = [], []
+    for sampling in options.sampling():
+        rounds = _collect(pair, prompts, sampling, options)
+        entry, scores = _fit(rounds, sampling, options)
+        fitted.append(entry)
+        reports.append(_report(rounds, entry, scores))
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "target": pair.target.name,
+        "drafter": pair.drafter_name,
+        "dataset": dataset,
+        "seed": options.seed,
+        "bins": BINS,
+        "settings": reports,
+        "warnings": [*pair.warnings, *(note for suite in suites for note in suite.notes)],
+    }
+    costs = round_costs(pair, prompts, options) if options.profile else None
+    _write(pair, fitted, document, costs, options)
+    if not options.quiet:
+        print_calibration(document, str(Path(options.draft) / CALIBRATION_FILE))
+    return document
+
+
+def _collect(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    options: CalibrateOptions,
+) -> ConfidenceRounds:
+    title = f"rounds at temperature {sampling.temperature:g}"
+    with progress(title, len(prompts), options.quiet) as advance:
+        return collect_rounds(
+            pair.target,
+            pair.drafter,
+            prompts,
+            sampling=sampling,
+            max_new_tokens=options.max_new_tokens,
+            seed=options.seed,
+            advance=advance,
+        )
+
+
+def _fit(
+    rounds: ConfidenceRounds, sampling: SamplingParams, options: CalibrateOptions
+) -> tuple[Fitted, Floats]:
+    """The entry, and the survival [n, G] that its `ece_after` judged."""
+    if rounds.prompts < 2:  # answers of one token have no round
+        raise UserError(
+            f"temperature {sampling.temperature:g}: {rounds.prompts} of the prompts had a round; "
+            "at least 2 are needed; give more prompts, or a larger --max-new-tokens"
+        )
+    return fit_setting(rounds, sampling, seed=options.seed)
+
+
+def _report(rounds: ConfidenceRounds, entry: Fitted, curved: Floats) -> dict[str, Any]:
+    """The entry, its averages over slots, and the points of the reliability diagram."""
+    raw = survival(rounds.logits, (1.0,) * rounds.slots)
+    diagram = []
+    for slot in range(rounds.slots):
+        seen = rounds.judged(slot)
+        labels = rounds.survived(slot)[seen]
+        diagram.append(
+            {
+                name: dict(
+                    zip(
+                        ("rounds", "predicted_sum", "survived"),
+                        bin_sums(scores[seen, slot], labels).tolist(),
+                        strict=True,
+                    )
+                )
+                for name, scores in (("before", raw), ("after", curved))
+            }
+        )
+    keys = ("ece_before", "ece_scaled", "ece_after", "ece_floor")
+    facts = Calibration(None, (), (), 0, (entry,)).to_dict()["settings"][0]
+    means = {f"average_{key}": average(getattr(entry, key)) for key in keys}
+    return {**facts, **means, "diagram": diagram}
+
+
+def _write(
+    pair: Pair,
+    fitted: Sequence[Fitted],
+    document: dict[str, Any],
+    costs: dict[int, float] | None,
+    options: CalibrateOptions,
+) -> None:
+    """All files; `calibration.json` first, since it is what was asked for."""
+    from dspark_eval.reliability import plot_reliability
+
+    old = pair.drafter.calibration or measured(None, pair.drafter.config, 0)
+    out = Path(options.draft) if options.out is None else options.out
+    folder = Path(options.draft)
+    try:
+        atomic_write_json(folder / CALIBRATION_FILE, old.with_fitted(*fitted).to_dict())
+        folder = out
+        atomic_write_json(out / RELIABILITY_FILE, document)
+        for report in document["settings"]:
+            plot_reliability(document, report, out / f"reliability-{setting_name(report)}.png")
+        if options.sglang is not None:
+            folder = options.sglang
+            for entry, report in zip(fitted, document["settings"], strict=True):
+                table = sts_table(entry, document["dataset"])
+                atomic_write_json(folder / f"sts-{setting_name(report)}.json", table)
+            if costs is not None:
+                atomic_write_json(folder / "sps.json", sps_table(costs))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written ({error.strerror})") from error

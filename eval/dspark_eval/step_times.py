@@ -1,0 +1,52 @@
+"""Seconds of a decode step by the rows it verifies, at batch 1.
+
+    1 row       a plain step
+    1 + k rows  a whole round with draft length k: draft, verify, commit, feed the drafter
+
+Median over the steps of a few prompts. Every prompt runs at every size before the next one does,
+so that a machine that slows down slows all sizes alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from dspark.runtime.decode import SpeculativeDecoder
+from dspark.runtime.plain import plain_generate
+from dspark.runtime.sampling import SamplingParams
+from dspark_eval.pair import Pair
+from dspark_eval.report import progress
+from dspark_eval.settings import CalibrateOptions
+
+PROMPTS = 4
+NEW_TOKENS = 64
+
+
+def round_costs(
+    pair: Pair, prompts: Sequence[Sequence[int]], options: CalibrateOptions
+) -> dict[int, float]:
+    """Rows -> median seconds, for 1 .. block size + 1 rows, greedy; sizes never met left out."""
+    block = pair.drafter.config.block_size
+    decoder = SpeculativeDecoder(pair.target, pair.drafter)
+    sampling = SamplingParams()
+    times: dict[int, list[float]] = {rows: [] for rows in range(1, block + 2)}
+    chosen = prompts[:PROMPTS]
+    with progress("step times", len(chosen) * (block + 1), options.quiet) as advance:
+        for prompt in chosen:
+            plain = plain_generate(
+                pair.target, prompt, max_new_tokens=NEW_TOKENS, sampling=sampling
+            )
+            if len(plain.tokens) > 1:
+                times[1].append(plain.decode_s / (len(plain.tokens) - 1))
+            advance()
+            for length in range(1, block + 1):
+                answer = decoder.generate(
+                    prompt, max_new_tokens=NEW_TOKENS, sampling=sampling, draft_length=length
+                )
+                for record in answer.rounds:
+                    if record.drafted == length:
+                        seconds = record.draft_s + record.verify_s + record.other_s
+                        times[1 + length].append(seconds)
+                advance()
+    return {rows: median(seconds) for rows, seconds in times.items() if seconds}
