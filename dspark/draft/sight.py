@@ -15,13 +15,18 @@ Letters: B batch, S context, A anchors, G slots, H heads, W window.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dspark.draft import flex
 from dspark.draft.config import DraftConfig
 from dspark.draft.rotary import Rotary, Rotation
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 GROUP_SLOTS = 64
 """Block slots that share one attention call in training (measured on CPU; see `block_layout`)."""
@@ -48,12 +53,14 @@ class BlockLayout:
     block: rotation of the block positions p+k, [B, A*G, 1, K]
     groups: per sight, runs of anchors that attend together, each with its mask [B, 1, a*G, S + a*G]
     slots: G
+    fused: per sight, the mask of one call for all anchors (`flex.py`) instead of groups
     """
 
     context: Rotation | None
     block: Rotation | None
     groups: dict[Sight, tuple[tuple[int, int, Tensor], ...]]
     slots: int
+    fused: dict[Sight, BlockMask] | None = None
 
     def attend(
         self,
@@ -75,6 +82,9 @@ class BlockLayout:
         Returns:
             [B, A*G, H*V], V the width of a value.
         """
+        if self.fused is not None:
+            whole = flex.flex_attend(self.fused[sight], q, context, block, scale)
+            return whole.transpose(1, 2).flatten(2)
         grouped = q.shape[1] != block[0].shape[1]
         outputs = []
         for start, stop, mask in self.groups[sight]:
@@ -96,6 +106,7 @@ def block_layout(
     *,
     anchors_per_group: int,
     dtype: torch.dtype,
+    fused: bool = False,
 ) -> BlockLayout:
     """Positions and masks of all blocks of a batch.
 
@@ -108,20 +119,25 @@ def block_layout(
         anchors: [B, A] int64 anchor positions p.
         anchors_per_group: Anchors that share one attention call.
         dtype: Dtype of the rotary tables.
+        fused: Masks for one flex-attention call instead of groups.
     """
     batch, length = valid.shape
     slots, device = config.block_size, valid.device
     rotary = Rotary.of(config, device, dtype)
     positions = (anchors[..., None] + torch.arange(slots, device=device)).reshape(batch, -1)
     sights = {Sight.of(config, layer) for layer in range(config.num_layers)}
+    groups, masks = {}, None
+    if fused:
+        masks = {sight: flex.block_mask(sight, valid, anchors, slots) for sight in sights}
+    else:
+        for sight in sights:
+            groups[sight] = tuple(_groups(sight, valid, anchors, slots, anchors_per_group))
     return BlockLayout(
         None if rotary is None else rotary.span(0, length),
         None if rotary is None else rotary.at(positions),
-        {
-            sight: tuple(_groups(sight, valid, anchors, slots, anchors_per_group))
-            for sight in sights
-        },
+        groups,
         slots,
+        masks,
     )
 
 
@@ -165,6 +181,7 @@ def train_blocks(
         anchors,
         anchors_per_group=max(1, GROUP_SLOTS // slots),
         dtype=hidden.dtype,
+        fused=flex.pays(valid, anchors, slots),
     )
     hidden = hidden.reshape(batch, count * slots, width)
     for layer in layers:

@@ -1,0 +1,120 @@
+"""Flex attention under the block masks: the same masks and the same numbers as in groups."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from dspark.draft import flex, sight
+from dspark.draft.config import DraftConfig
+from dspark.draft.flex import mask_predicate, pays
+from dspark.draft.model import DSparkDrafter
+from dspark.draft.sight import Sight, block_layout
+from tests.tolerance import assert_close
+
+GPU = torch.device("cuda")
+SIGHTS = [Sight(None, False), Sight(None, True), Sight(4, False), Sight(1, True)]
+CONFIG = DraftConfig(
+    hidden_size=64, num_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    intermediate_size=96, vocab_size=50, num_target_layers=6, target_layer_ids=(0, 2),
+    target_tap_kind="residual", mask_token_id=0, block_size=5, markov_rank=4,
+)  # fmt: skip
+SLIDING = replace(
+    CONFIG, layer_types=("full_attention", "sliding_attention"), sliding_window=6,
+    block_causal="sliding",
+)  # fmt: skip
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """Two rows, one padded, anchors close together, at 0, and dummies."""
+    valid = torch.arange(23) < torch.tensor([23, 14])[:, None]
+    return valid, torch.tensor([[0, 3, 4, 17, 22], [2, 2, 13, 0, 0]])
+
+
+@pytest.mark.parametrize("seen", SIGHTS, ids=str)
+@pytest.mark.parametrize("per_group", [1, 2, 5])
+def test_the_predicate_is_the_mask_of_the_groups(seen: Sight, per_group: int) -> None:
+    valid, anchors = batch()
+    slots, (rows, length), count = 5, valid.shape, anchors.shape[1]
+    sees = mask_predicate(seen, valid, anchors, slots)
+    grid = torch.meshgrid(
+        torch.arange(rows), torch.arange(count * slots), torch.arange(length + count * slots),
+        indexing="ij",
+    )  # fmt: skip
+    whole = sees(grid[0], torch.zeros(()), grid[1], grid[2])
+    assert whole.any(-1).all()
+    for start, stop, mask in sight._groups(seen, valid, anchors, slots, per_group):
+        queries = slice(start * slots, stop * slots)
+        assert torch.equal(whole[:, queries, :length], mask[:, 0, :, :length])
+        own = whole[:, queries, length:]
+        assert torch.equal(own[..., queries], mask[:, 0, :, length:])
+        own[..., queries] = False
+        assert not own.any()
+
+
+@pytest.mark.parametrize("config", [CONFIG, SLIDING], ids=["full", "sliding"])
+def test_unfused_flex_attention_gives_the_groups_numbers(config: DraftConfig) -> None:
+    torch.manual_seed(0)
+    valid, anchors = batch()
+    q = torch.randn(2, 4, 25, 16)
+    context, block = (
+        (torch.randn(2, 2, n, 16), torch.randn(2, 2, n, 16)) for n in (valid.shape[1], 25)
+    )
+    layouts = [
+        block_layout(config, valid, anchors, anchors_per_group=2, dtype=torch.float32, fused=fused)
+        for fused in (False, True)
+    ]
+    for layer in range(2):
+        seen = Sight.of(config, layer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that it is slow uncompiled
+            groups, fused = [each.attend(seen, q, context, block, 0.25) for each in layouts]
+        assert_close(fused, groups, limit=1e-5)
+
+
+def test_a_cpu_and_small_passes_stay_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    valid, anchors = batch()
+    assert not pays(valid, anchors, 5)
+    monkeypatch.setattr(flex, "PAYS_FROM", 0)
+    assert not pays(valid, anchors, 5)
+    meta = torch.empty(1, 4096, device="meta"), torch.empty(1, 512, device="meta")
+    assert not pays(*meta, 7)
+
+
+def _states_and_gradients(drafter: DSparkDrafter, device: torch.device) -> list[Tensor]:
+    torch.manual_seed(1)
+    valid, anchors = batch()
+    features, embeds = torch.randn(2, 23, 128), torch.randn(2, 5, 5, 64)
+    out = drafter.train_hidden(
+        features.to(device), valid.to(device), embeds.to(device), anchors.to(device),
+        torch.ones(2, 5, dtype=torch.bool, device=device),
+    )  # fmt: skip
+    drafter.zero_grad()
+    (out * torch.linspace(-1, 1, 64, device=device)).sum().backward()
+    layers = [p for n, p in drafter.named_parameters() if n.startswith(("layers", "fc"))]
+    # Copies: a gradient follows its module to another device.
+    return [
+        each.detach().cpu().clone() for each in (out, *(p.grad for p in layers)) if each is not None
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [CONFIG, SLIDING], ids=["full", "sliding"])
+def test_compiled_flex_attention_trains_as_groups_do(
+    config: DraftConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    drafter = DSparkDrafter(config)
+    reference = _states_and_gradients(drafter, torch.device("cpu"))
+    drafter.to(GPU)
+    monkeypatch.setattr(flex, "PAYS_FROM", 0)
+    used = []
+    attend = flex.flex_attend
+    monkeypatch.setattr(flex, "flex_attend", lambda *a: used.append(1) or attend(*a))
+    for tensor, expected in zip(_states_and_gradients(drafter, GPU), reference, strict=True):
+        assert_close(tensor, expected)
+    assert len(used) == config.num_layers
