@@ -626,6 +626,39 @@ def test_what_is_written_next_to_the_weights_comes_along(tmp_path: Path) -> None
     assert load_drafter(tmp_path / "back").calibration == made.calibration
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_export_says_what_no_layout_asks_for(tmp_path: Path, name: str) -> None:
+    """Slot layout, tap kind and origin of the ids: an engine's own default decides otherwise."""
+    config = MLA if name == "k3-mla" else PLAIN
+    save_drafter(tmp_path / "ours", drafter(config))
+    export_drafter(tmp_path / "ours", tmp_path / "out", layout=name, target_copies=tables())
+    raw = raw_config(tmp_path / "out")
+    assert raw["sample_from_anchor"] is True
+    assert raw["target_tap_kind"] == "attn_res_mixture"
+    nested = raw.get("dflash_config", {})
+    assert nested.get("sample_from_anchor", True) is True
+    if name == "speculators":  # its ids index hidden states, of which 0 is the embedding
+        assert raw["aux_hidden_state_layer_ids"] == [2, 4]
+        assert "target_layer_ids" not in raw
+        assert raw["layer_id_origin"] == "hidden_states_index"
+        proposals = raw["speculators_config"]["proposal_methods"][0]
+        assert proposals["speculative_tokens"] == raw["block_size"] == 4
+    else:
+        assert nested.get("target_layer_ids", raw["target_layer_ids"]) == [1, 3]
+        assert raw["layer_id_origin"] == "completed_layer_0_based"
+    if name == "vllm":
+        assert raw["eagle_aux_hidden_state_layer_ids"] == [2, 4]  # the input of the next layer
+        assert nested["causal"] is False
+        assert raw["pard_token"] == nested["mask_token_id"] == 49
+    if name == "modelopt":
+        assert nested["shift_label"] is True
+        held = set(stored(tmp_path / "out"))
+        assert {"markov_w1.weight", "markov_w2.weight", "confidence_proj.weight"} <= held
+    if name == "k3-mla":
+        assert (raw["num_target_layers"], raw["target_num_hidden_layers"]) == (2, 6)
+        assert {"context_proj.weight", "final_norm.weight"} <= set(stored(tmp_path / "out"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes_are_kept_even_if_the_heads_have_another(tmp_path: Path, dtype: torch.dtype) -> None:
     save_drafter(tmp_path / "ours", drafter(PLAIN), dtype=dtype)

@@ -36,6 +36,7 @@ NESTED_KEYS = (
     "markov_head_type",
     "enable_confidence_head",
     "confidence_head_with_markov",
+    "sample_from_anchor",
 )
 
 # JSON key -> field of DraftConfig, for everything that is stored as it is.
@@ -252,4 +253,10 @@ def record_from_dict(raw: Any) -> TargetRecord | None:
         return None
     if not isinstance(raw, dict) or not isinstance(raw.get("name"), str):
         raise ValueError("target: an object with the target's name was expected")
-    return TargetRecord(raw["name"], raw.get("tokenizer_hash"), raw.get("template_hash"))
+    hashes = [raw.get(key) for key in ("tokenizer_hash", "template_hash")]
+    thinking = raw.get("thinking")
+    if not all(item is None or isinstance(item, str) for item in hashes):
+        raise ValueError("target: tokenizer_hash, template_hash: a string or null was expected")
+    if thinking not in (None, True, False):
+        raise ValueError(f"target.thinking: {thinking!r} given, true, false or null was expected")
+    return TargetRecord(raw["name"], *hashes, thinking)

@@ -8,6 +8,7 @@ embedding that nobody needs is never loaded.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,9 @@ from dspark.files import atomic_folder, atomic_write_json, atomic_write_text, re
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+
+CARRIED_FILES = ("calibration.json", "golden.json")
+"""Files that belong to the weights and go along, byte for byte, when a drafter changes layout."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -110,6 +114,7 @@ def write_folder(
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     texts: Mapping[str, str] | None = None,
+    files: Iterable[Path] = (),
 ) -> None:
     """Write a folder in one step: after a kill it is the old one or the new one.
 
@@ -119,6 +124,7 @@ def write_folder(
         tensors: Written as they are; those that share memory are written apart, since safetensors
             refuses aliases and other savers drop one of the names.
         texts: Further files of the folder, name -> content.
+        files: Further files of it, copied under their names.
     """
     plain = {
         name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
@@ -131,6 +137,16 @@ def write_folder(
             if Path(name).name != name or name in (CONFIG_FILE, WEIGHTS_FILE):
                 raise ValueError(f"{name!r} is not a free file name inside a drafter folder")
             atomic_write_text(fresh / name, text)
+        for path in files:
+            shutil.copyfile(path, fresh / path.name)
+
+
+def carried_files(folder: Path) -> list[Path]:
+    """Those of `CARRIED_FILES` that a folder holds. Raises UserError if one links out of it."""
+    found = [folder / name for name in CARRIED_FILES if (folder / name).exists()]
+    for path in found:
+        check_inside(folder, path)
+    return found
 
 
 def check_inside(folder: Path, path: Path) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from dspark.draft.calibration import CALIBRATION_FILE
 from dspark.draft.checkpoint import TargetCopies, check_vocabulary, read_calibration, read_config
 from dspark.draft.config import DraftConfig
-from dspark.draft.folder import TensorFolder, check_inside
+from dspark.draft.folder import TensorFolder, carried_files, check_inside
+from dspark.draft.golden_file import GOLDEN_FILE, golden_text
 from dspark.draft.vocabulary import OFFSETS
 from dspark.errors import UserError
 from dspark.files import read_json
@@ -66,7 +66,7 @@ def export_drafter(
     if not draft.is_dir():
         raise UserError(f"{draft}: no such folder; a drafter folder was expected")
     config = read_config(draft)
-    calibration = read_calibration(draft, config)
+    read_calibration(draft, config)
     stored = TensorFolder(draft)
     names = own_tensors(stored, {name: name for name in stored.entries}, config)
     tensors = stored.read(names)
@@ -80,10 +80,8 @@ def export_drafter(
         raise UserError(f"{draft}: --format {found.name}: {error}") from None
     renamed = {found.their_name(name): tensor for name, tensor in tensors.items()}
     left_out = _put_back(found, draft, raw)
-    texts = {}
-    if calibration is not None:
-        texts[CALIBRATION_FILE] = (draft / CALIBRATION_FILE).read_text(encoding="utf-8")
-    write(out, raw, {**renamed, **tables}, texts)
+    texts = {} if (draft / GOLDEN_FILE).exists() else golden_text(config, tensors)
+    write(out, raw, {**renamed, **tables}, texts, carried_files(draft))
     return Exported(found, config, tuple(tables), left_out)
 
 

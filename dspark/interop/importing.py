@@ -8,7 +8,7 @@ layout puts it back.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.draft.calibration import CALIBRATION_FILE
 from dspark.draft.checkpoint import TargetCopies, read_calibration
 from dspark.draft.config import DraftConfig
 from dspark.draft.config_file import config_to_dict
-from dspark.draft.folder import CONFIG_FILE, TensorFolder, read_object, write_folder
+from dspark.draft.folder import CONFIG_FILE, TensorFolder, carried_files, read_object, write_folder
+from dspark.draft.golden_file import GOLDEN_FILE, golden_text
 from dspark.errors import UserError
 from dspark.files import json_text
 from dspark.interop.formats import format_of
@@ -111,10 +111,13 @@ def import_drafter(
         compare_copies(folder, mine, target_copies, draft_ids(tensors))
     _check_tying(path, raw, copies, target_copies)
     dropped = (*skipped, *(theirs[name] for name in copies))
-    texts = {KEPT_FILE: json_text(_kept(found, reading, dropped)), **_calibration(folder, reading)}
+    read_calibration(folder, reading.config)
+    texts = {KEPT_FILE: json_text(_kept(found, reading, dropped))}
+    if not (folder / GOLDEN_FILE).exists():  # what an export carried along holds here too
+        texts |= golden_text(reading.config, tensors)
     dtype = tensors["fc.weight"].dtype
     config = config_to_dict(reading.config, dtype=dtype, with_copies=False)
-    write(out, config, tensors, texts)
+    write(out, config, tensors, texts, carried_files(folder))
     return Imported(
         found,
         reading.config,
@@ -133,11 +136,15 @@ def require_new(out: Path) -> None:
 
 
 def write(
-    out: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], texts: Mapping[str, str]
+    out: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    texts: Mapping[str, str],
+    files: Iterable[Path],
 ) -> None:
     """Write a folder; a disk that does not take it is the user's to know."""
     try:
-        write_folder(out, config, tensors, texts)
+        write_folder(out, config, tensors, texts, files)
     except OSError as error:
         raise UserError(f"{out}: cannot be written ({error.strerror or error})") from None
 
@@ -200,10 +207,3 @@ def _kept(found: Format, reading: Reading, dropped: tuple[str, ...]) -> dict[str
         "dropped_tensors": list(dropped),
         "kept_keys": dict(reading.rest or {}),
     }
-
-
-def _calibration(folder: Path, reading: Reading) -> dict[str, str]:
-    """The drafter's calibration, where it has one in our schema."""
-    if read_calibration(folder, reading.config) is None:
-        return {}
-    return {CALIBRATION_FILE: (folder / CALIBRATION_FILE).read_text(encoding="utf-8")}
