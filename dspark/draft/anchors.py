@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
 ANCHOR_CHOICES = ("uniform", "entropy", "after_entropy")
 """How training picks among the candidates: evenly, or by the target's entropy."""
 
