@@ -72,9 +72,14 @@ def block_heads(windowed: Tensor, taps: Tensor, heads: int) -> tuple[Tensor, Ten
 
 
 def context_heads(windowed: Tensor, taps: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """k and v [..., n, heads, K] of context rows, which nobody asks; q channels are skipped."""
-    q = taps.shape[1] // 3
-    k, v = convolve(windowed[..., q:], taps[:, q:], 2, heads).unbind(-3)
+    """k and v [..., n, heads, K] of context rows, which nobody asks.
+
+    Args:
+        windowed: [..., W-1+n, 2 heads K], k and v.
+        taps: [W, 3 heads K], of q, k and v.
+        heads: Heads in a third of them.
+    """
+    k, v = convolve(windowed, taps[:, taps.shape[1] // 3 :], 2, heads).unbind(-3)
     return _unit(k), v
 
 
@@ -166,24 +171,24 @@ class DraftKDA(nn.Module):
     def _entries(self, context: Tensor, anchors: Tensor) -> tuple[Tensor, Tensor]:
         """What each block starts from: state [B*A, H, K, K] and window [B*A, W-1, C]."""
         before = self.shape.conv_size - 1
-        rows = F.pad(self._rows(context), (0, 0, before, 0))
+        padded = F.pad(context, (0, 0, before, 0))  # no bias anywhere: zeros stay zeros
+        rows = torch.cat((self.k_proj(padded), self.v_proj(padded)), -1)
         k, v = context_heads(rows, self.conv_taps(), self.heads)
         g, beta = self._decay(context)
         zero = k.new_zeros(len(context), self.heads, self.head_dim, self.head_dim)
         bound = self.shape.gate_lower_bound
         states = ops.kda_states_at(k, v, g, beta, zero, anchors, bound)
+        # queries of the context are needed where a block's convolution reaches back, and only there
         batch = torch.arange(len(context), device=context.device)[:, None, None]
-        window = rows[batch, anchors[..., None] + torch.arange(before, device=context.device)]
+        reached = anchors[..., None] + torch.arange(before, device=context.device)
+        window = torch.cat((self.q_proj(padded[batch, reached]), rows[batch, reached]), -1)
         return states.flatten(0, 1), window.flatten(0, 1)
 
     def _block_rows(self, x: Tensor, window: Tensor) -> tuple[Tensor, ...]:
         """q, k, v [N, G, H, K], g and beta of blocks x [N, G, D] behind their windows."""
-        rows = torch.cat((window, self._rows(x)), 1)
+        rows = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), -1)
+        rows = torch.cat((window, rows), 1)
         return (*block_heads(rows, self.conv_taps(), self.heads), *self._decay(x))
-
-    def _rows(self, x: Tensor) -> Tensor:
-        """q, k and v before the convolution, side by side: [..., D] -> [..., C]."""
-        return torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), -1)
 
     def _decay(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """g [..., H, K] and beta [..., H]."""

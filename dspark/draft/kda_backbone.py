@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark import ops
-from dspark.draft.attention import rms_norm
+from dspark.draft.attention import gated, rms_norm
 from dspark.draft.config import DraftConfig
 from dspark.draft.kda import (
     KDALayer,
@@ -57,7 +57,8 @@ class KDABackbone:
         rows, low, beta = F.linear(features, weights.context).split((*sizes[:2], rest), -1)
         before = context.window.shape[1]
         windowed = torch.cat((context.window.flatten(2), rows), 1)
-        k, v = context_heads(windowed, weights.conv, layers * config.num_attention_heads)
+        keys = windowed[..., layers * width :]
+        k, v = context_heads(keys, weights.conv, layers * config.num_attention_heads)
         # each layer widens its own low-rank decay: [L, B*n, R] x [L, R, HK]
         low = low.reshape(-1, layers, self.shape.gate_rank).transpose(0, 1)
         f = torch.bmm(low, weights.decay).transpose(0, 1).reshape(k.shape)
@@ -90,7 +91,7 @@ class KDABackbone:
             hidden = torch.addmm(hidden, mixed, layer.output)
             normed = rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps)
             gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
-            hidden = torch.addmm(hidden, F.silu(gate) * up, layer.down)
+            hidden = torch.addmm(hidden, gated(self.config.hidden_act, gate, up), layer.down)
         return hidden.view(batch, slots, width)
 
     def train(self, hidden: Tensor, features: Tensor, valid: Tensor, anchors: Tensor) -> Tensor:
