@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from dspark.draft.checkpoint import TargetCopies, load_drafter, save_drafter
 from dspark.draft.config import DraftConfig, TargetRecord
+from dspark.draft.folder import CARRIED_FILES
 from dspark.draft.model import DSparkDrafter
 from dspark.draft.shapes import KDAShape, MLAShape, Yarn
 from dspark.errors import UserError
@@ -624,6 +625,11 @@ def test_what_is_written_next_to_the_weights_comes_along(tmp_path: Path) -> None
     export_drafter(tmp_path / "ours", tmp_path / "out", layout="vllm")
     import_drafter(tmp_path / "out", tmp_path / "back")
     assert load_drafter(tmp_path / "back").calibration == made.calibration
+    for name in CARRIED_FILES:
+        if (tmp_path / "ours" / name).exists():
+            assert (tmp_path / "back" / name).read_bytes() == (
+                tmp_path / "ours" / name
+            ).read_bytes()
 
 
 @pytest.mark.parametrize("name", NAMES)

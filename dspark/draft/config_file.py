@@ -259,4 +259,5 @@ def record_from_dict(raw: Any) -> TargetRecord | None:
         raise ValueError("target: tokenizer_hash, template_hash: a string or null was expected")
     if thinking not in (None, True, False):
         raise ValueError(f"target.thinking: {thinking!r} given, true, false or null was expected")
-    return TargetRecord(raw["name"], *hashes, thinking)
+    known: dict[str, Any] = {field.name: raw.get(field.name) for field in fields(TargetRecord)}
+    return TargetRecord(**known)
