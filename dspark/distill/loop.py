@@ -114,6 +114,11 @@ class _Loop:
     def _due(self, every: int) -> bool:
         return self.progress.step % every == 0 or self.progress.step == self.total
 
+    def _seconds(self) -> float:
+        """Seconds in steps since the run began, over all its continuations."""
+        history = self.progress.history
+        return (history[-1].get("train_s", 0.0) if history else 0.0) + self.window.seconds
+
     def _record(self, result: StepResult) -> None:
         numbers = report(result.sums, objective(self.config.train))
         rate = self.window.rate()
@@ -126,6 +131,7 @@ class _Loop:
             "epoch": result.epoch,
             **numbers,
             "tokens_per_s": rate,
+            "train_s": self._seconds(),
             "lr": result.lr,
             "grad_norm": result.grad_norm,
         }

@@ -34,6 +34,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--device", default=default_device(), help="where runs train")
     parser.add_argument("--set", nargs="*", default=[], help="settings of every arm, a.b=c")
     parser.add_argument("--contexts", type=int, nargs="*", default=[], help="time drafts there")
+    parser.add_argument(
+        "--equal-seconds", action="store_true", help="each arm trains as long as the first one"
+    )
     options = parser.parse_args(arguments)
     try:
         plan = Plan(
@@ -48,6 +51,7 @@ def main(arguments: list[str]) -> int:
             device=options.device,
             overrides=_overrides(options.set),
             contexts=tuple(options.contexts),
+            equal_seconds=options.equal_seconds,
         )
         run_study(plan, lambda line: typer.echo(line, err=True))
         typer.echo(markdown(build_table(plan.out)))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dspark.distill.presets import preset_overrides
 from dspark.errors import UserError
 
 Settings = Mapping[str, Any]
@@ -53,6 +54,8 @@ class Study:
 
         Raises UserError for a name that is no arm.
         """
+        if not names:
+            return self
         known = [arm.name for arm in self.arms]
         for name in names:
             if name not in known:
@@ -94,7 +97,49 @@ FAMILY = Study(
     ROWS,
 )
 
-STUDIES = {study.name: study for study in (FAMILY,)}
+BEST = {
+    "drafter.backbone": "kda",
+    "drafter.kda_order": "1",
+    "drafter.head": "rnn",
+    "train.anchors": 32,
+}
+"""What the search below has found so far; not the default, whose runs are short."""
+
+DEEPSPEC = {
+    key: value for key, value in preset_overrides("deepspec").items() if not key.startswith("data.")
+}
+"""Preset `deepspec`, on the rows of every other arm."""
+
+RECIPE = Study(
+    "recipe",
+    "What beats DeepSpec's recipe, and what does not? Block 7, equal parameters.",
+    (
+        Arm("deepspec", DEEPSPEC, "preset deepspec"),
+        Arm("deepspec-2.5e-3", DEEPSPEC | {"train.lr": 2.5e-3}, "its best rate"),
+        Arm("ours", {}, "the defaults, block 7"),
+        Arm("confidence-flows", {"train.confidence_detach": False}),
+        Arm("ce-0.1", {"train.ce": 0.1}),
+        Arm("kl", {"train.ce": 0.0, "train.kl": 0.5}),
+        Arm("nla", {"train.tv": 0.0, "train.nla": 0.9}),
+        Arm("lk-hybrid", {"train.tv": 0.0, "train.lk_hybrid": 0.9}),
+        Arm("length", {"train.length": 0.5}),
+        Arm("dpace", {"train.slot_weights": "dpace"}),
+        Arm("anchors-32", {"train.anchors": 32}),
+        Arm("anchors-entropy", {"train.anchor_choice": "entropy"}),
+        Arm("muon", {"train.optimizer": "muon"}),
+        Arm("ema", {"train.ema": 0.99}),
+        Arm("taps-late", {"drafter.tap_ids": [3, 4, 5, 6, 7]}),
+        Arm("taps-wide", {"drafter.tap_ids": [1, 3, 5, 6, 7]}),
+        Arm("taps-group-ends", {"drafter.tap_ids": [2, 5, 7]}, "K3's residual groups end there"),
+        Arm("block-10", {"drafter.block_size": 10}, "drafts 7 of 10"),
+        Arm("rnn", {"drafter.head": "rnn"}),
+        Arm("kda", _kda("1")),
+        Arm("best", BEST),
+    ),
+    {**ROWS, "drafter.block_size": 7},
+)
+
+STUDIES = {study.name: study for study in (FAMILY, RECIPE)}
 
 
 def find_study(name: str) -> Study:

@@ -23,6 +23,7 @@ from dspark.draft.context import DraftContext
 from dspark.draft.cost import context_bytes, weight_bytes
 from dspark.draft.model import DSparkDrafter
 from dspark.files import atomic_write_json
+from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.k3_target import load_target
 from dspark.runtime.proposal import propose
 from dspark.runtime.sampling import SamplingParams
@@ -70,11 +71,11 @@ def _fill(drafter: DSparkDrafter, context: DraftContext, length: int) -> None:
 def _times(drafter: DSparkDrafter, target: Target, context: DraftContext) -> list[float]:
     anchor = torch.tensor([1], device=target.device)
     generator = torch.Generator().manual_seed(0)
-    length = drafter.config.block_size
+    head, length = DraftHead(target, drafter.draft_ids), drafter.config.block_size
     times = []
     for draft in range(WARMUP + DRAFTS):
         start = time.perf_counter()
-        propose(drafter, target, context, anchor, length, SamplingParams(), generator)
+        propose(drafter, head, context, anchor, length, SamplingParams(), generator)
         if draft >= WARMUP:
             times.append(1e3 * (time.perf_counter() - start))
     return times

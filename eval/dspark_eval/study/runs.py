@@ -11,6 +11,7 @@ anchors; rows and their answers are the same for all seeds.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -36,6 +37,12 @@ STUDY_FILE = "study.json"
 FIRST = "first"
 CONFIG = "config.yaml"
 PARAMETER_TOLERANCE = 0.02
+TRIAL_STEPS = 400
+"""Steps of the run that measures an arm's pace, half of which count."""
+
+
+_TURN = itertools.count()
+"""Runs started so far, over all GPUs."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,7 @@ class Plan:
         device: Where runs train; measuring is on the CPU.
         overrides: Settings given on the command line, of every arm.
         contexts: Context lengths at which drafts are timed, one run after the other; may be empty.
+        equal_seconds: Give every arm the training time of the reference's steps, and not its steps.
     """
 
     study: Study
@@ -67,6 +75,7 @@ class Plan:
     device: str
     overrides: Settings
     contexts: tuple[int, ...] = ()
+    equal_seconds: bool = False
 
 
 def run_study(plan: Plan, say: Callable[[str], None]) -> Path:
@@ -78,6 +87,8 @@ def run_study(plan: Plan, say: Callable[[str], None]) -> Path:
     configs = {arm.name: _matched(plan, arm, loaded, say) for arm in plan.study.arms}
     _claim(plan, configs)
     _answer(plan, say)
+    if plan.equal_seconds:
+        _same_seconds(plan, configs, say)
     pending = [
         (arm, seed)
         for seed in plan.seeds
@@ -85,12 +96,15 @@ def run_study(plan: Plan, say: Callable[[str], None]) -> Path:
         if not (run_folder(plan.out, arm.name, seed) / MEASURE_FILE).is_file()
     ]
     say(f"{len(pending)} runs of {plan.steps} steps, {plan.jobs} at a time")
-    with ThreadPoolExecutor(plan.jobs) as pool:
-        jobs = [pool.submit(_run, plan, configs[arm.name], arm, seed, say) for arm, seed in pending]
-        for job in jobs:
-            job.result()
+    _together(plan, [(_run, plan, configs[arm.name], arm, seed, say) for arm, seed in pending])
     _time_drafts(plan, say)
     return plan.out
+
+
+def _together(plan: Plan, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Results of (function, arguments...), `jobs` at a time."""
+    with ThreadPoolExecutor(plan.jobs) as pool:
+        return [job.result() for job in [pool.submit(*call) for call in calls]]
 
 
 def run_folder(out: Path, arm: str, seed: int) -> Path:
@@ -154,6 +168,7 @@ def _claim(plan: Plan, configs: dict[str, dict[str, Any]]) -> None:
         "seeds": list(plan.seeds),
         "draft_length": plan.draft_length,
         "prompts": plan.prompts,
+        "equal_seconds": plan.equal_seconds,
     }
     if path.is_file() and read_json(path) != document:
         raise UserError(f"{path}: another study, or other settings; choose another --out")
@@ -170,15 +185,54 @@ def _answer(plan: Plan, say: Callable[[str], None]) -> None:
     _distill(plan, folder, settings)
 
 
+def _same_seconds(
+    plan: Plan, configs: dict[str, dict[str, Any]], say: Callable[[str], None]
+) -> None:
+    """Steps of each arm that take as long as the reference's, by a trial run of every arm.
+
+    The trials run side by side, as the runs will, and their last half counts: by then every row's
+    target states are in memory. What the runs really took is in the table.
+    """
+    paces = dict(
+        zip(
+            configs,
+            _together(plan, [(_pace, plan, name, settings) for name, settings in configs.items()]),
+            strict=True,
+        )
+    )
+    goal = plan.steps * paces[plan.study.reference.name]
+    for name, settings in configs.items():
+        settings["train.max_steps"] = round(goal / paces[name])
+        say(f"{name}: {1e3 * paces[name]:.0f} ms a step, {settings['train.max_steps']} steps")
+
+
+def _pace(plan: Plan, name: str, settings: dict[str, Any]) -> float:
+    """Seconds of a step in the last half of a trial run."""
+    folder = plan.out / "pace" / name
+    if not (folder / "training.json").is_file():
+        _take_rows(plan, folder)
+        _distill(plan, folder, settings | {"train.max_steps": TRIAL_STEPS})
+    records = read_json(folder / "training.json")
+    middle = next(record for record in records if 2 * record["step"] >= TRIAL_STEPS)
+    last = records[-1]
+    return (last["train_s"] - middle["train_s"]) / (last["step"] - middle["step"])
+
+
+def _take_rows(plan: Plan, folder: Path) -> None:
+    """Copy the answered rows into a run folder; none is left half copied."""
+    if (folder / "rows").is_dir():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(plan.out / FIRST / "rows", folder / "rows.partial", dirs_exist_ok=True)
+    os.replace(folder / "rows.partial", folder / "rows")
+
+
 def _run(
     plan: Plan, settings: dict[str, Any], arm: Arm, seed: int, say: Callable[[str], None]
 ) -> None:
     folder = run_folder(plan.out, arm.name, seed)
     if not (folder / "training.json").is_file():
-        if not (folder / "rows").is_dir():
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.copytree(plan.out / FIRST / "rows", folder / "rows.partial", dirs_exist_ok=True)
-            os.replace(folder / "rows.partial", folder / "rows")
+        _take_rows(plan, folder)
         _distill(plan, folder, settings | {"train.seed": seed})
     arguments = [str(folder), plan.target, str(plan.draft_length), str(plan.prompts)]
     _call(["-m", "dspark_eval.study.measure", *arguments], folder, "measure.log")
@@ -208,6 +262,9 @@ def _distill(plan: Plan, folder: Path, settings: Settings) -> None:
 def _call(arguments: Sequence[str], folder: Path, log: str) -> None:
     """Run a Python module, its output in a file of the folder."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    gpus = torch.cuda.device_count()
+    if gpus > 1:  # the runs go round the GPUs
+        environment["CUDA_VISIBLE_DEVICES"] = str(next(_TURN) % gpus)
     with (folder / log).open("w") as output:
         done = subprocess.run(
             [sys.executable, *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment

@@ -65,6 +65,8 @@ def _read_run(out: Path, arm: str, seed: int) -> dict[str, Any]:
     return {
         **read_json(folder / MEASURE_FILE),
         "teacher_forced": last["held_out"],
+        "steps": last["step"],
+        "train_s": last["train_s"],
         "drafting": read_json(timed) if timed.is_file() else None,
     }
 
@@ -99,6 +101,8 @@ def _row(
         "arm": arm["name"],
         "note": arm["note"],
         "parameters": runs[0]["parameters"],
+        "steps": runs[0]["steps"],
+        "train_s": float(np.mean([run["train_s"] for run in runs])),
         "teacher_forced_accepted_length": float(np.mean(held_out)),
         "results": settings,
         "drafting": runs[0]["drafting"],
@@ -141,22 +145,31 @@ def markdown(document: dict[str, Any]) -> str:
     lines = [
         f"# {document['question']}",
         "",
-        f"{document['steps']} steps on the same rows, {seeds} seed(s), draft length "
+        f"{_duration(document)} on the same rows, {seeds} seed(s), draft length "
         f"{document['draft_length']}, {document['prompts']} held-out prompts of each set decoded "
         "for real. Accepted length: mean over seeds (lowest to highest), pooled over prompts, the "
         f"bonus token included. Ratio: against `{document['reference']}` on {heads[0]}, 95 % "
         "paired bootstrap over prompts. Conditional acceptance at positions 1 to "
         f"{document['draft_length']} is of {heads[0]}.",
         "",
-        "| arm | parameters | " + " | ".join(heads) + " | ratio [95 %] | conditional acceptance |",
-        "|---|---|" + "---|" * len(heads) + "---|---|",
+        "| arm | parameters | steps | seconds | "
+        + " | ".join(heads)
+        + " | ratio [95 %] | conditional acceptance |",
+        "|---|---|---|---|" + "---|" * len(heads) + "---|---|",
     ]
     lines += [_markdown_row(row) for row in document["rows"]]
     return "\n".join(lines + _drafting_table(document["rows"])) + "\n"
 
 
+def _duration(document: dict[str, Any]) -> str:
+    if document["equal_seconds"]:
+        return f"As many seconds as {document['steps']} steps of `{document['reference']}` take,"
+    return f"{document['steps']} steps"
+
+
 def _markdown_row(row: dict[str, Any]) -> str:
-    cells = [row["arm"], f"{row['parameters'] / 1e6:.3f} M"]
+    cells = [row["arm"], f"{row['parameters'] / 1e6:.3f} M", f"{row['steps']}"]
+    cells.append(f"{row['train_s']:.0f}")
     for result in row["results"]:
         each = result["accepted_length_per_seed"]
         spread = f" ({min(each):.2f} to {max(each):.2f})" if len(each) > 1 else ""
