@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -82,3 +84,13 @@ def test_normal_start_has_one_spread_for_all() -> None:
             ), name
     assert drafter.markov_head.markov_w2.weight.any()
     assert all(bool((p == 1).all()) for n, p in drafter.named_parameters() if "norm" in n)
+
+
+def test_a_preset_lies_below_the_file_and_the_file_below_the_options(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("train:\n  lr: 0.001\n  clip: 2.0\n")
+    config = load_config(path, {"train.clip": 3.0}, preset="deepspec")
+    assert config.train.lr == 1e-3  # the file's
+    assert config.train.clip == 3.0  # the option's
+    assert config.train.ce == 0.1  # the preset's
+    assert config.train.rows_per_step == load_config().train.rows_per_step

@@ -18,6 +18,10 @@ def distill(
     config: Annotated[
         Path | None, typer.Option(help="YAML file; the options here override it.")
     ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(help="A recipe by name, below the YAML file: deepspec, kda-pruned."),
+    ] = None,
     target: Annotated[
         str | None, typer.Option(help="The shipped `nano`, or the folder of a checkpoint.")
     ] = None,
@@ -52,7 +56,7 @@ def distill(
         "train.seed": seed,
     }
     given = {key: value for key, value in overrides.items() if value is not None}
-    loaded = load_config(config, given | _parse_settings(settings))
+    loaded = load_config(config, given | _parse_settings(settings), preset)
     from dspark.distill.run import run_distill
 
     folder = run_distill(loaded, resume=resume)

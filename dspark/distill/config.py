@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
+from dspark.distill.presets import preset_overrides
 from dspark.distill.settings import (
     CacheSettings,
     DataSettings,
@@ -83,25 +84,39 @@ SECTIONS: dict[str, type] = {
 
 
 def load_config(
-    path: str | Path | None = None, overrides: Mapping[str, Any] | None = None
+    path: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    preset: str | None = None,
 ) -> DistillConfig:
-    """Read a configuration: defaults, then the YAML file, then the overrides.
+    """Read a configuration: defaults, then the preset, the YAML file and the overrides.
 
     `overrides` maps dotted keys ("train.lr") to values; None is YAML's null. Raises UserError
-    naming file, line and key.
+    naming file, line and key, or a preset that does not exist.
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     where: dict[str, str] = {}
     if path is not None:
         _read_yaml(Path(path), values, where)
-    for dotted, value in (overrides or {}).items():
+    if preset is not None:
+        recipe = _undotted(preset_overrides(preset))
+        values = {name: recipe[name] | given for name, given in values.items()}
+    for section, given in _undotted(overrides or {}).items():
+        values[section] |= given
+        if given:
+            where.pop(section, None)
+    built = {name: _build(SECTIONS[name], values[name], where.get(name, "")) for name in SECTIONS}
+    return _build(DistillConfig, built, f"{path}: " if path is not None else "")
+
+
+def _undotted(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """{"train.lr": 1e-3} as {"train": {"lr": 1e-3}}, every section there, every value coerced."""
+    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for dotted, value in settings.items():
         section, _, key = dotted.partition(".")
         _expect_known(section, SECTIONS, "", "")
         _expect_known(key, _field_names(section), f"{section}.", "")
         values[section][key] = _coerce(section, key, value, "")
-        where.pop(section, None)
-    built = {name: _build(SECTIONS[name], values[name], where.get(name, "")) for name in SECTIONS}
-    return _build(DistillConfig, built, f"{path}: " if path is not None else "")
+    return values
 
 
 def config_from_dict(values: Mapping[str, Mapping[str, Any]]) -> DistillConfig:
