@@ -34,6 +34,7 @@ def new_drafter(
     """
     shape = config.drafter
     grouped = shape.backbone == "attention"
+    chat = first_format(config.data, tokenizer)
     try:
         draft_config = DraftConfig(
             hidden_size=target.hidden_size,
@@ -57,7 +58,8 @@ def new_drafter(
             target=TargetRecord(
                 config.target.name,
                 tokenizer_fingerprint(tokenizer),
-                first_format(config.data, tokenizer).fingerprint,
+                chat.fingerprint,
+                chat.thinking,
             ),
             **_backbone_fields(config),
         )

@@ -53,6 +53,7 @@ from dspark.distill.warm import warm_start
 from dspark.draft.calibration import CALIBRATION_FILE, Fitted, measured
 from dspark.draft.checkpoint import save_drafter
 from dspark.draft.folder import CONFIG_FILE, WEIGHTS_FILE
+from dspark.draft.golden_file import GOLDEN_FILE
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
 from dspark.files import atomic_write_text, json_text
@@ -141,7 +142,9 @@ def _run(config: DistillConfig, processes: Processes, console: Console) -> Path:
             provenance = _provenance(config, loaded, target_digest, files, rows, trainer, progress)
             template = first_format(config.data, loaded.tokenizer).template
             kept = tokenizer_files(loaded.tokenizer, template)
-            write_drafter_folder(out, drafter, progress.history, provenance, kept, fitted)
+            write_drafter_folder(
+                out, drafter, progress.history, provenance, kept, fitted, loaded.target
+            )
     console.print(f"drafter written to {out}", highlight=False, markup=False, soft_wrap=True)
     return out
 
@@ -247,6 +250,7 @@ def write_drafter_folder(
     provenance: Provenance,
     tokenizer: Mapping[str, str],
     fitted: Sequence[Fitted] = (),
+    target: Target | None = None,
 ) -> None:
     """Put the finished drafter into the run folder, `config.json` last: with it, all is there."""
     evaluated = [record["held_out"] for record in history if record.get("held_out")]
@@ -260,8 +264,8 @@ def write_drafter_folder(
             "README.md": model_card(provenance, history),
             **tokenizer,
         }
-        save_drafter(fresh, drafter, texts=texts)
-        for name in (*texts, CALIBRATION_FILE, WEIGHTS_FILE, CONFIG_FILE):
+        save_drafter(fresh, drafter, texts=texts, target=target)
+        for name in (*texts, CALIBRATION_FILE, GOLDEN_FILE, WEIGHTS_FILE, CONFIG_FILE):
             os.replace(fresh / name, out / name)
         shutil.rmtree(fresh)
 

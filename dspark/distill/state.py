@@ -76,7 +76,7 @@ def save_checkpoint(
     """
     final = root / f"step-{progress.step:06d}"
     with writing(final), atomic_folder(final) as folder:
-        save_drafter(folder / MODEL, drafter)
+        save_drafter(folder / MODEL, drafter, golden=False)
         save_file(dict(moments), folder / OPTIMISER)
         trainer = {
             "step": progress.step,

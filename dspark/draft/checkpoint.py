@@ -1,4 +1,4 @@
-"""Drafter folders: `config.json`, `model.safetensors` and, if there is one, `calibration.json`.
+"""Drafter folders: `config.json`, `model.safetensors`, `golden.json` and often `calibration.json`.
 
 Tensor names and config keys are those of DeepSpec; the block `dflash_config` repeats the keys that
 SpecForge and SGLang look for there. What no other format records stands beside them, since each
@@ -32,6 +32,7 @@ from dspark.draft.folder import (
     read_object,
     write_folder,
 )
+from dspark.draft.golden_file import GOLDEN_FILE, golden_text
 from dspark.draft.model import DSparkDrafter
 from dspark.draft.vocabulary import MEMBERS, OFFSETS, check_maps
 from dspark.errors import UserError
@@ -40,7 +41,7 @@ from dspark.files import json_text, read_json
 if TYPE_CHECKING:
     from dspark.runtime.target import Target
 
-OWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, CALIBRATION_FILE)
+OWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, CALIBRATION_FILE, GOLDEN_FILE)
 COPY_NAMES = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -59,6 +60,8 @@ def save_drafter(
     dtype: torch.dtype = torch.float32,
     target_copies: TargetCopies | None = None,
     texts: Mapping[str, str] | None = None,
+    golden: bool = True,
+    target: Target | None = None,
 ) -> None:
     """Writes a drafter folder in one step: after a kill it is the old one or the new one.
 
@@ -68,6 +71,9 @@ def save_drafter(
         dtype: Of every stored weight; fp32 keeps training's master copy, bf16 halves the file.
         target_copies: Store embedding and LM head too.
         texts: Further files of the folder, name -> content (`README.md`, `training.json`).
+        golden: Keep what the drafter computes, for `dspark doctor`; a run's own checkpoints, of
+            which there are many, do without.
+        target: Keep what it computes behind this target too.
     """
     tensors = dict(drafter.state_dict())
     if target_copies is not None:
@@ -87,6 +93,8 @@ def save_drafter(
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
     }
+    if golden:
+        texts |= golden_text(drafter.config, stored, target)
     config = config_to_dict(drafter.config, dtype=dtype, with_copies=target_copies is not None)
     write_folder(folder, config, stored, texts)
 
