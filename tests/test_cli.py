@@ -19,11 +19,12 @@ import dspark
 import dspark.distill.run
 import dspark_eval.acceptance
 import dspark_eval.bench
+import dspark_eval.calibrate
 from dspark import cli, console
-from dspark_eval.settings import BenchOptions, EvalOptions
+from dspark_eval.settings import BenchOptions, CalibrateOptions, EvalOptions
 
 REPO = Path(__file__).resolve().parent.parent
-COMMANDS = ["distill", "eval", "bench", "doctor"]
+COMMANDS = ["distill", "eval", "bench", "calibrate", "doctor"]
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -56,6 +57,7 @@ def caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     monkeypatch.setattr(dspark.distill.run, "run_distill", take("distill", tmp_path))
     monkeypatch.setattr(dspark_eval.acceptance, "run_eval", take("eval", {"suites": []}))
     monkeypatch.setattr(dspark_eval.bench, "run_bench", take("bench", {"speedup": 2.0}))
+    monkeypatch.setattr(dspark_eval.calibrate, "run_calibrate", take("calibrate", {"settings": []}))
     return seen
 
 
@@ -139,7 +141,7 @@ def test_a_bad_line_of_a_config_is_named(run: Run, in_tmp: Path) -> None:
     assert "train.epochs" in err
 
 
-@pytest.mark.parametrize("command", ["bench", "eval"])
+@pytest.mark.parametrize("command", ["bench", "eval", "calibrate"])
 def test_without_a_drafter_it_says_where_it_looked(run: Run, in_tmp: Path, command: str) -> None:
     code, _, err = run(command)
     assert code == 2
@@ -147,7 +149,7 @@ def test_without_a_drafter_it_says_where_it_looked(run: Run, in_tmp: Path, comma
     assert "--draft DIR" in err
 
 
-@pytest.mark.parametrize("command", ["bench", "eval"])
+@pytest.mark.parametrize("command", ["bench", "eval", "calibrate"])
 def test_default_drafter_is_where_distill_writes(
     run: Run, caught: dict[str, Any], in_tmp: Path, command: str
 ) -> None:
@@ -164,7 +166,12 @@ RENAMED = {"suite": "suites", "json_file": "json"}
 
 
 @pytest.mark.parametrize(
-    ("function", "options"), [(cli.bench, BenchOptions), (cli.evaluate, EvalOptions)]
+    ("function", "options"),
+    [
+        (cli.bench, BenchOptions),
+        (cli.calibrate, CalibrateOptions),
+        (cli.evaluate, EvalOptions),
+    ],
 )
 def test_defaults_are_those_of_the_options(function: Callable[..., None], options: type) -> None:
     owned = {field.name: field.default for field in dataclasses.fields(options)}
@@ -176,6 +183,18 @@ def test_defaults_are_those_of_the_options(function: Callable[..., None], option
     assert set(shown) == set(owned) - {"draft", "quiet"}
     for name, default in shown.items():
         assert (tuple(default) if isinstance(default, list) else default) == owned[name], name
+
+
+def test_calibrate_takes_several_sets_and_temperatures(run: Run, caught: dict[str, Any]) -> None:
+    code, out, _ = run(
+        "calibrate", "--draft", "d", "--prompts", "a.jsonl", "nano-validation",
+        "--temperature", "0", "0.7", "--top-p", "0.9", "--sglang", "s", "--profile", "--json",
+    )  # fmt: skip
+    assert (code, json.loads(out)) == (0, {"settings": []})
+    options = caught["calibrate"]
+    assert options.suites == ("a.jsonl", "nano-validation")
+    assert [(s.temperature, s.top_p) for s in options.sampling()] == [(0.0, 0.9), (0.7, 0.9)]
+    assert (options.sglang, options.profile, options.quiet) == (Path("s"), True, True)
 
 
 def test_every_option_of_bench_arrives(run: Run, caught: dict[str, Any]) -> None:

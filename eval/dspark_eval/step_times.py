@@ -10,6 +10,7 @@ so that a machine that slows down slows all sizes alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from statistics import median
 
 from dspark.runtime.decode import SpeculativeDecoder
@@ -28,25 +29,31 @@ def round_costs(
 ) -> dict[int, float]:
     """Rows -> median seconds, for 1 .. block size + 1 rows, greedy; sizes never met left out."""
     block = pair.drafter.config.block_size
-    decoder = SpeculativeDecoder(pair.target, pair.drafter)
-    sampling = SamplingParams()
     times: dict[int, list[float]] = {rows: [] for rows in range(1, block + 2)}
     chosen = prompts[:PROMPTS]
     with progress("step times", len(chosen) * (block + 1), options.quiet) as advance:
-        for prompt in chosen:
-            plain = plain_generate(
-                pair.target, prompt, max_new_tokens=NEW_TOKENS, sampling=sampling
-            )
-            if len(plain.tokens) > 1:
-                times[1].append(plain.decode_s / (len(plain.tokens) - 1))
+        for prompt, rows in product(chosen, times):
+            times[rows] += _plain_step(pair, prompt) if rows == 1 else _rounds(pair, prompt, rows)
             advance()
-            for length in range(1, block + 1):
-                answer = decoder.generate(
-                    prompt, max_new_tokens=NEW_TOKENS, sampling=sampling, draft_length=length
-                )
-                for record in answer.rounds:
-                    if record.drafted == length:
-                        seconds = record.draft_s + record.verify_s + record.other_s
-                        times[1 + length].append(seconds)
-                advance()
     return {rows: median(seconds) for rows, seconds in times.items() if seconds}
+
+
+def _plain_step(pair: Pair, prompt: Sequence[int]) -> list[float]:
+    """Mean seconds of the plain steps of one answer, if it had any."""
+    answer = plain_generate(
+        pair.target, prompt, max_new_tokens=NEW_TOKENS, sampling=SamplingParams()
+    )
+    steps = len(answer.tokens) - 1
+    return [answer.decode_s / steps] if steps else []
+
+
+def _rounds(pair: Pair, prompt: Sequence[int], rows: int) -> list[float]:
+    """Seconds of every round of one answer that drafted as much as was asked."""
+    answer = SpeculativeDecoder(pair.target, pair.drafter).generate(
+        prompt, max_new_tokens=NEW_TOKENS, sampling=SamplingParams(), draft_length=rows - 1
+    )
+    return [
+        record.draft_s + record.verify_s + record.other_s
+        for record in answer.rounds
+        if record.drafted == rows - 1
+    ]
