@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerFast
 
 from dspark.distill.chat import ChatFormat, RowError, chat_formats
 from dspark.distill.fingerprint import tokenizer_files
+from dspark.distill.identity import identity_warnings, trained_format
 from dspark.distill.messages import Message
 from dspark.distill.templates import chat_template, missing_tokens, shipped_templates
 from dspark.draft.config import TargetRecord
 from dspark.errors import UserError
-from dspark_eval.pair import identity_warnings, trained_format
 from tests import chat_tokenizers as small
 
 SYSTEM = Message(role="system", content="Be brief.")

@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
 from dspark.commands.app import app
 from dspark.commands.options import PrintJson, print_json
+from dspark.errors import UserError
 
 
-@app.command(epilog="Example: `dspark doctor --json`")
-def doctor(as_json: PrintJson = False) -> None:
-    """Show versions, devices, usable kernel backends and whether the shipped files are intact."""
+@app.command(epilog="Example: `dspark doctor runs/nano --target nano`")
+def doctor(
+    checkpoint: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CKPT]", help="A drafter folder; without it, this machine."),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Also hold the drafter against this target (`nano` or a folder): tokenizer, "
+            "template, and which slot layout and tap kind is accepted."
+        ),
+    ] = None,
+    as_json: PrintJson = False,
+) -> None:
+    """Examine this machine, or a drafter. Exit code 1: something was found.
+
+    Of the machine: versions, devices, kernel backends, shipped files. Of a drafter: its golden
+    vector is replayed, untrained and non-finite weights and edited settings are named.
+    """
+    if checkpoint is not None:
+        ok = _examine_drafter(checkpoint, target, as_json)
+        raise typer.Exit(0 if ok else 1)
+    if target is not None:
+        raise UserError("--target: goes with a drafter; give its folder: dspark doctor CKPT")
     from dspark.doctor import examine, render
 
     report = examine()
@@ -19,3 +45,15 @@ def doctor(as_json: PrintJson = False) -> None:
     else:
         render(report)
     raise typer.Exit(0 if report.ok else 1)
+
+
+def _examine_drafter(checkpoint: Path, target: str | None, as_json: bool) -> bool:
+    from dspark.doctor_checkpoint import examine_checkpoint, render_checkpoint
+    from dspark.runtime.k3_target import load_target
+
+    report = examine_checkpoint(checkpoint, None if target is None else load_target(target))
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        render_checkpoint(report)
+    return report.ok

@@ -118,12 +118,10 @@ def load_drafter(
         UserError: One line that names the file, the key or tensor, and what was expected.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; a drafter folder was expected")
     config = read_config(folder)
     calibration = read_calibration(folder, config)
     if target is not None:
-        _check_target(folder / CONFIG_FILE, config, target)
+        check_target(folder / CONFIG_FILE, config, target)
     stored = TensorFolder(folder)
     drafter = empty_drafter(folder, stored.entries, config)
     tensors = _read_tensors(stored, drafter)
@@ -144,6 +142,8 @@ def read_config(folder: Path | str) -> DraftConfig:
     Raises:
         UserError: Missing file, missing or contradictory key, or a value that is not supported.
     """
+    if not Path(folder).is_dir():
+        raise UserError(f"{folder}: no such folder; a drafter folder was expected")
     try:
         return config_from_dict(read_object(Path(folder)))
     except ValueError as error:
@@ -160,13 +160,22 @@ def read_calibration(folder: Path | str, config: DraftConfig) -> Calibration | N
     if not path.exists():
         return None
     check_inside(Path(folder), path)
+    raw = read_json(path)
+    slots = raw.get("confidence_per_slot") if isinstance(raw, dict) else None
+    if isinstance(slots, list) and len(slots) != config.block_size:
+        raise UserError(
+            f"{Path(folder) / CONFIG_FILE}: block_size is {config.block_size}, {CALIBRATION_FILE} "
+            f"beside it was measured on blocks of {len(slots)}; restore block_size, or delete "
+            f"{CALIBRATION_FILE} if it belongs to another drafter"
+        )
     try:
-        return calibration_from_dict(read_json(path), config.block_size)
+        return calibration_from_dict(raw, config.block_size)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
 
 
-def _check_target(path: Path, config: DraftConfig, target: Target) -> None:
+def check_target(path: Path, config: DraftConfig, target: Target) -> None:
+    """Refuses a target of other sizes than the drafter's, or without its kind of taps."""
     for key, low, high, found in (
         ("hidden_size", target.hidden_size, target.hidden_size, config.hidden_size),
         # Rows that pad the target's tables may be there or not: no token needs them.

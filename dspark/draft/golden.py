@@ -194,8 +194,8 @@ def read_target(
         columns = torch.searchsorted(names, torch.tensor(ids)).clamp(max=len(names) - 1)
     picked = names[columns]
     dtype = str(target.dtype).removeprefix("torch.")
-    ids = tuple(map(tuple, picked.tolist()))
-    return TargetReading(dtype, ids, _rows(logits.gather(1, columns)))
+    best = tuple(tuple(map(int, row)) for row in picked.tolist())
+    return TargetReading(dtype, best, _rows(logits.gather(1, columns)))
 
 
 def first_difference(

@@ -141,7 +141,7 @@ def digest(tensor: Tensor) -> str:
     """16 hex digits over dtype, shape and bytes."""
     plain = tensor.detach().cpu().contiguous()
     found = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)}".encode())
-    found.update(memoryview(plain.reshape(-1).view(torch.uint8).numpy()))
+    found.update(plain.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()[:16]
 
 

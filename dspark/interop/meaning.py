@@ -25,6 +25,14 @@ HIDDEN_STATES = "hidden_states_index"
 Value = TypeVar("Value")
 
 
+class Undecided(ValueError):
+    """A field that neither the file nor the user nor knowledge decides; `key` is its name."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 @dataclass
 class Decider:
     """Decides one field after another and remembers why.
@@ -232,8 +240,8 @@ class Decider:
                 self.reasons.append(f"{key}: {value}, {reason}")
                 return value
         listed = f": give {option} {'|'.join(choices)}" if choices else f": give {option}"
-        raise ValueError(
-            f"{key}: not in the file, and a wrong guess only costs speed{listed}{hint}"
+        raise Undecided(
+            key, f"{key}: not in the file, and a wrong guess only costs speed{listed}{hint}"
         )
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from dspark.devices import find_device
 from dspark.distill.chat import ChatFormat, RowError
-from dspark.distill.fingerprint import check_stored_tokenizer, tokenizer_fingerprint
+from dspark.distill.fingerprint import check_stored_tokenizer
+from dspark.distill.identity import identity_warnings, trained_format
 from dspark.draft.checkpoint import load_drafter, read_config
-from dspark.draft.config import TargetRecord
+from dspark.draft.golden_check import golden_warnings
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
 from dspark.runtime.decode import SpeculativeDecoder
@@ -24,9 +23,6 @@ from dspark.runtime.target import Target
 from dspark_eval.settings import BenchOptions, CalibrateOptions, EvalOptions
 from dspark_eval.speed import Decode
 from dspark_eval.suites import Suite
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -88,39 +84,18 @@ def load_pair(options: BenchOptions | EvalOptions | CalibrateOptions) -> Pair:
     same_tokenizer = check_stored_tokenizer(options.draft, loaded.tokenizer)
     drafter = load_drafter(options.draft, loaded.target, dtype=dtype, device=device)
     chat = trained_format(options.draft, config.target, loaded.tokenizer)
+    warnings = [
+        *identity_warnings(config.target, chat, same_tokenizer=same_tokenizer),
+        *golden_warnings(options.draft, drafter.eval()),
+    ]
     return Pair(
         target=loaded.target,
-        drafter=drafter.eval(),
+        drafter=drafter,
         chat=chat,
         drafter_name=str(options.draft),
         draft_length=draft_length,
-        warnings=tuple(identity_warnings(config.target, chat, same_tokenizer=same_tokenizer)),
+        warnings=tuple(warnings),
     )
-
-
-def trained_format(
-    draft: Path | str, trained_on: TargetRecord | None, tokenizer: PreTrainedTokenizerBase
-) -> ChatFormat:
-    """How prompts were written for the drafter: with its template and its thinking switch.
-
-    The template is the target's own, or the one kept beside the drafter; the hash that the drafter
-    recorded says which, and whether thinking was on. Where none fits, prompts are written as the
-    target's template does without thinking (`identity_warnings` then says so).
-    """
-    kept = Path(draft) / "chat_template.jinja"
-    templates: list[str | None] = [str(kept)] if kept.is_file() else []
-    if tokenizer.chat_template or not templates:
-        templates.insert(0, None)
-    wanted = trained_on.template_hash if trained_on else None
-    first = ChatFormat(tokenizer, template=templates[0])
-    if wanted in (None, first.fingerprint):
-        return first
-    for template in templates:
-        for thinking in (False, True):
-            chat = ChatFormat(tokenizer, thinking=thinking, template=template)
-            if chat.fingerprint == wanted:
-                return chat
-    return first
 
 
 def check_draft_length(asked: int | None, block_size: int) -> int:
@@ -135,29 +110,3 @@ def check_draft_length(asked: int | None, block_size: int) -> int:
             f"expected 1..{block_size}"
         )
     return length
-
-
-def identity_warnings(
-    trained_on: TargetRecord | None, chat: ChatFormat, *, same_tokenizer: bool = False
-) -> list[str]:
-    """What the drafter says of the tokenizer and chat template it was trained with, if not these.
-
-    Shapes alone do not tell: with another tokenizer of the same size, or with other turn tags, a
-    drafter loads and runs, and its proposals are rejected. Where the drafter's own tokenizer has
-    been compared (`same_tokenizer`), padding rows may differ and no hash is asked.
-    """
-    if trained_on is None:
-        return []
-    found = []
-    here = tokenizer_fingerprint(chat.tokenizer)
-    if not same_tokenizer and trained_on.tokenizer_hash not in (None, here):
-        found.append(
-            f"the drafter was trained with the tokenizer of {trained_on.name}, which is not the "
-            "target's: expect few accepted tokens"
-        )
-    if trained_on.template_hash not in (None, chat.fingerprint):
-        found.append(
-            f"the drafter was trained with the chat template of {trained_on.name}, which is not "
-            "the target's: accepted length is understated"
-        )
-    return found
