@@ -56,7 +56,7 @@ def distill(
         "train.seed": seed,
     }
     given = {key: value for key, value in overrides.items() if value is not None}
-    loaded = load_config(config, given | _parse_settings(settings), preset)
+    loaded = load_config(config, given | parse_settings(settings), preset)
     from dspark.distill.run import run_distill
 
     folder = run_distill(loaded, resume=resume)
@@ -66,7 +66,8 @@ def distill(
         print_json({"drafter": str(folder), "last": read_json(folder / "training.json")[-1]})
 
 
-def _parse_settings(settings: Sequence[str] | None) -> dict[str, Any]:
+def parse_settings(settings: Sequence[str] | None) -> dict[str, Any]:
+    """Dotted keys and values of `--set` options. Raises UserError for what is none."""
     import yaml
 
     parsed = {}

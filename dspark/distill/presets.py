@@ -57,6 +57,14 @@ PRESETS = {
             "train.decay": 4.0,
         },
     ),
+    "kda-pruned": Preset(
+        "Layers of the target, pruned to the drafter's size, linearised and distilled",
+        {
+            "drafter.backbone": "kda",
+            "drafter.init": "target",
+            "drafter.kda_order": "1",
+        },
+    ),
 }
 
 

@@ -15,6 +15,9 @@ from dspark.distill.options import check, check_at_least, option
 from dspark.draft.config import BACKBONES, MARKOV_HEAD_TYPES
 from dspark.draft.shapes import GLA, INIT_SCALES
 
+INITS = ("random", "target")
+"""What a drafter without `init_from` starts as."""
+
 
 @dataclass(frozen=True)
 class TargetSettings:
@@ -105,6 +108,10 @@ class DrafterSettings:
     tap_ids: tuple[int, ...] | None = option(None, "target layers it reads (0-based); null: spread")
     tap_kind: str | None = option(None, "kind of tap; null means the target's first kind")
     mask_token_id: int | None = option(None, "id that fills the block; null: an unused id")
+    init: str = option("random", "random | target: kda only, layers start as pruned target layers")
+    init_layers: tuple[int, ...] | None = option(
+        None, "init target: ids of the target's KDA layers (0-based) to start from; null: chosen"
+    )
     init_scale: str = option("fan_in", "fan_in | normal: fresh weights by fan-in, or all at 0.02")
     init_from: str | None = option(None, "drafter folder whose weights to start from; null: fresh")
 
@@ -114,7 +121,12 @@ class DrafterSettings:
             "intermediate_size", "markov_rank", "block_size", "sliding_window", "yarn_factor",
             "mla_q_rank", "mla_kv_rank", "kda_conv", "kda_gate_rank", "draft_vocab",
         )  # fmt: skip
-        words = {"backbone": BACKBONES, "head": MARKOV_HEAD_TYPES, "init_scale": INIT_SCALES}
+        words = {
+            "backbone": BACKBONES,
+            "head": MARKOV_HEAD_TYPES,
+            "init": INITS,
+            "init_scale": INIT_SCALES,
+        }
         for name, known in words.items():
             value = getattr(self, name)
             check(value in known, f"drafter.{name} is {value!r}: expected {' or '.join(known)}")
@@ -124,6 +136,7 @@ class DrafterSettings:
             f"drafter.kda_order is {order!r}: expected 0..{self.block_size - 1} or {GLA}",
         )
         check_at_least("drafter", self, 0, "mask_token_id")
+        self._check_init()
         check(self.init_from != "", "drafter.init_from is empty: expected a folder, or null")
         check(
             self.num_heads % self.num_kv_heads == 0,
@@ -131,6 +144,23 @@ class DrafterSettings:
             f"{self.num_kv_heads}",
         )
         check(self.head_dim % 2 == 0, f"drafter.head_dim is {self.head_dim}: expected an even one")
+
+    def _check_init(self) -> None:
+        if self.init == "random":
+            check(
+                self.init_layers is None,
+                f"drafter.init_layers is {list(self.init_layers or ())}: expected null with "
+                "drafter.init random",
+            )
+            return
+        check(
+            self.backbone == "kda",
+            f"drafter.init is target: expected drafter.backbone kda, not {self.backbone}",
+        )
+        check(
+            self.init_from is None,
+            "drafter.init is target and drafter.init_from is given: one start only; leave one out",
+        )
 
 
 @dataclass(frozen=True)
