@@ -19,6 +19,8 @@ from dspark.commands.doctor import doctor
 from dspark.commands.evaluate import evaluate
 from dspark.commands.export import export
 from dspark.commands.import_ import import_
+from dspark.commands.prune import prune
+from dspark.commands.study import study
 
 __all__ = [
     "app",
@@ -31,6 +33,8 @@ __all__ = [
     "export",
     "import_",
     "main",
+    "prune",
+    "study",
 ]
 
 

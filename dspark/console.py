@@ -27,7 +27,9 @@ _SPREAD = {
     "distill": ("--prompts", "--set"),
     "eval": ("--suite", "--prompts"),
     "bench": ("--temperature",),
+    "prune": ("--prompts", "--set"),
     "calibrate": ("--suite", "--prompts", "--temperature"),
+    "study": ("--arm", "--set", "--contexts"),
 }
 
 
@@ -49,7 +51,7 @@ def run(app: typer.Typer, args: Sequence[str]) -> int:
 
 
 def spread_values(args: Sequence[str]) -> list[str]:
-    """Turn `--prompts a b` into `--prompts a --prompts b`; no command takes bare arguments."""
+    """Turn `--prompts a b` into `--prompts a --prompts b`; bare arguments come before options."""
     several = _SPREAD.get(args[0], ()) if args else ()
     spread: list[str] = []
     name = ""
@@ -81,6 +83,8 @@ def _interrupted(args: Sequence[str]) -> int:
     if args[:1] == ["distill"]:
         again = command if "--resume" in args else f"{command} --resume"
         typer.echo(f"interrupted; to go on from the last checkpoint: {again}", err=True)
+    elif args[:1] == ["study"]:
+        typer.echo(f"interrupted; what is finished is kept, to go on: {command}", err=True)
     else:
         typer.echo(f"interrupted; nothing was kept, to start again: {command}", err=True)
     return 130

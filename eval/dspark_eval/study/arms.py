@@ -72,7 +72,13 @@ def _kda(order: str, **more: Any) -> dict[str, Any]:
     }
 
 
-ROWS = {"data.seed": 0, "eval.prompts": 0, "eval.every": 1_000_000, "data.held_out": 160}
+ROWS = {
+    "data.seed": 0,
+    "data.held_out": 160,
+    "eval.prompts": 0,
+    "eval.every": 1_000_000,
+    "eval.calibrate": False,
+}
 """One set of rows for all seeds; real rounds are measured after training and not during it."""
 
 FAMILY = Study(

@@ -2,83 +2,76 @@
 
     OUT/study.json            what is compared, written first
     OUT/first/                answers the prompts once; the other runs get a copy of its rows
+    OUT/pace/ARM/             the trial run that measures an arm's pace, with equal seconds
     OUT/ARM/seed-N/           an ordinary run folder, with `measure.json` when it was measured
 
-A run that is finished is not repeated, one that was killed goes on where it stopped, and a folder
-that holds another study is refused. Seeds change initial weights, the order of rows and the
-anchors; rows and their answers are the same for all seeds.
+A run that is finished is not repeated, one that was killed goes on where it stopped, arms and seeds
+may be added later, and a folder that holds another study is refused. Seeds change initial weights,
+the order of rows and the anchors; rows and their answers are the same for all seeds.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from dspark.distill.config import DistillConfig, load_config
 from dspark.distill.fresh import new_drafter
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, atomic_write_text, read_json
 from dspark.runtime.k3_target import LoadedTarget, load_target
-from dspark_eval.study.arms import Arm, Settings, Study
+from dspark_eval.study.arms import Arm, Settings
 from dspark_eval.study.drafting import DRAFTING_FILE
 from dspark_eval.study.measure import MEASURE_FILE
+from dspark_eval.study.plan import Plan
+from dspark_eval.study.processes import Devices, call_module, together, visible_gpus
 
 STUDY_FILE = "study.json"
 FIRST = "first"
+PACE = "pace"
 CONFIG = "config.yaml"
 PARAMETER_TOLERANCE = 0.02
 TRIAL_STEPS = 400
 """Steps of the run that measures an arm's pace, half of which count."""
 
-
-_TURN = itertools.count()
-"""Runs started so far, over all GPUs."""
+Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How a study is run.
+class _Runs:
+    """A plan under way: how its processes are started, and who is told."""
 
-    Attributes:
-        study: What is compared.
-        out: Folder of all runs.
-        steps: Optimiser steps of every run.
-        seeds: Seeds of every arm.
-        jobs: Runs at a time.
-        prompts: Prompts of each measurement.
-        draft_length: Proposals per round when measuring.
-        target: Name or folder of the target.
-        device: Where runs train; measuring is on the CPU.
-        overrides: Settings given on the command line, of every arm.
-        contexts: Context lengths at which drafts are timed, one run after the other; may be empty.
-        equal_seconds: Give every arm the training time of the reference's steps, and not its steps.
-    """
+    def __init__(self, plan: Plan, say: Say) -> None:
+        self.plan = plan
+        self.say = say
+        self.devices = Devices(visible_gpus())
 
-    study: Study
-    out: Path
-    steps: int
-    seeds: tuple[int, ...]
-    jobs: int
-    prompts: int
-    draft_length: int
-    target: str
-    device: str
-    overrides: Settings
-    contexts: tuple[int, ...] = ()
-    equal_seconds: bool = False
+    def distill(self, folder: Path, settings: Settings) -> None:
+        """Train in `folder` unless that is done; the rows of `first/` are copied there before."""
+        if (folder / "training.json").is_file():
+            return
+        if folder.name != FIRST:
+            _take_rows(self.plan, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = load_config(None, {**settings, "out.dir": str(folder)})
+        atomic_write_text(folder / CONFIG, config.to_yaml())
+        resume = ["--resume"] if (folder / "run.yaml").is_file() else []
+        arguments = ["dspark", "distill", "--config", str(folder / CONFIG), *resume]
+        with self.devices.one() as gpu:
+            call_module(arguments, folder / "distill.log", gpu)
+
+    def measure(self, module: str, folder: Path, *arguments: object) -> None:
+        """Run one of the measurements of this package on a run."""
+        call_module(
+            [f"dspark_eval.study.{module}", str(folder), self.plan.target, *map(str, arguments)],
+            folder / f"{module}.log",
+        )
 
 
-def run_study(plan: Plan, say: Callable[[str], None]) -> Path:
+def run_study(plan: Plan, say: Say) -> Path:
     """Run and measure everything that is missing; returns the study's folder.
 
     Raises UserError for another study in the folder, and for a run that fails, with its last line.
@@ -86,25 +79,22 @@ def run_study(plan: Plan, say: Callable[[str], None]) -> Path:
     loaded = load_target(plan.target)
     configs = {arm.name: _matched(plan, arm, loaded, say) for arm in plan.study.arms}
     _claim(plan, configs)
-    _answer(plan, say)
+    runs = _Runs(plan, say)
+    if not (plan.out / FIRST / "training.json").is_file():
+        say("answering the prompts, once for all runs")
+    runs.distill(plan.out / FIRST, plan.settings(plan.study.reference) | {"train.max_steps": 1})
     if plan.equal_seconds:
-        _same_seconds(plan, configs, say)
+        _same_seconds(runs, configs)
     pending = [
-        (arm, seed)
+        partial(_run, runs, configs[arm.name], arm, seed)
         for seed in plan.seeds
         for arm in plan.study.arms
         if not (run_folder(plan.out, arm.name, seed) / MEASURE_FILE).is_file()
     ]
-    say(f"{len(pending)} runs of {plan.steps} steps, {plan.jobs} at a time")
-    _together(plan, [(_run, plan, configs[arm.name], arm, seed, say) for arm, seed in pending])
-    _time_drafts(plan, say)
+    say(f"{len(pending)} runs, {plan.jobs} at a time")
+    together(pending, plan.jobs)
+    _time_drafts(runs)
     return plan.out
-
-
-def _together(plan: Plan, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Results of (function, arguments...), `jobs` at a time."""
-    with ThreadPoolExecutor(plan.jobs) as pool:
-        return [job.result() for job in [pool.submit(*call) for call in calls]]
 
 
 def run_folder(out: Path, arm: str, seed: int) -> Path:
@@ -118,25 +108,12 @@ def count_parameters(config: DistillConfig, loaded: LoadedTarget) -> int:
     return sum(p.numel() for p in drafter.parameters())
 
 
-def _settings(plan: Plan, arm: Arm) -> dict[str, Any]:
-    return {
-        **plan.study.base,
-        **plan.overrides,
-        **arm.settings,
-        "target.name": plan.target,
-        "target.device": plan.device,
-        "train.max_steps": plan.steps,
-    }
-
-
-def _matched(
-    plan: Plan, arm: Arm, loaded: LoadedTarget, say: Callable[[str], None]
-) -> dict[str, Any]:
+def _matched(plan: Plan, arm: Arm, loaded: LoadedTarget, say: Say) -> dict[str, Any]:
     """The arm's settings, its MLP as wide as it takes to have the reference's parameters."""
-    settings = _settings(plan, arm)
-    if not plan.study.match:
+    settings, reference = plan.settings(arm), plan.study.reference
+    if arm is reference or not plan.study.match:
         return settings
-    goal = count_parameters(load_config(None, _settings(plan, plan.study.reference)), loaded)
+    goal = count_parameters(load_config(None, plan.settings(reference)), loaded)
     key = "drafter.intermediate_size"
     low, high = (
         count_parameters(load_config(None, settings | {key: width}), loaded) for width in (8, 16)
@@ -155,11 +132,13 @@ def _matched(
 
 
 def _claim(plan: Plan, configs: dict[str, dict[str, Any]]) -> None:
+    """Write study.json. A folder goes on with other arms and seeds, and with nothing else new."""
     path = plan.out / STUDY_FILE
     document = {
         "study": plan.study.name,
         "question": plan.study.question,
         "reference": plan.study.reference.name,
+        "matched": plan.study.match,
         "arms": [
             {"name": arm.name, "note": arm.note, "settings": configs[arm.name]}
             for arm in plan.study.arms
@@ -170,52 +149,56 @@ def _claim(plan: Plan, configs: dict[str, dict[str, Any]]) -> None:
         "prompts": plan.prompts,
         "equal_seconds": plan.equal_seconds,
     }
-    if path.is_file() and read_json(path) != document:
-        raise UserError(f"{path}: another study, or other settings; choose another --out")
+    if path.is_file():
+        _refuse_another(path, read_json(path), document)
     atomic_write_json(path, document)
 
 
-def _answer(plan: Plan, say: Callable[[str], None]) -> None:
-    """Have the prompts answered by a run of one step, whose rows all others use."""
-    folder = plan.out / FIRST
-    if (folder / "training.json").is_file():
-        return
-    say("answering the prompts, once for all runs")
-    settings = _settings(plan, plan.study.reference) | {"train.max_steps": 1, "eval.prompts": 0}
-    _distill(plan, folder, settings)
+def _refuse_another(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
+    for key in new:
+        if key not in ("arms", "seeds") and old.get(key) != new[key]:
+            raise UserError(
+                f"{path}: holds a study with {key} {old.get(key)!r}, not {new[key]!r}; "
+                "choose another --out"
+            )
+    known = {arm["name"]: arm["settings"] for arm in old["arms"]}
+    for arm in new["arms"]:
+        settings = known.get(arm["name"], arm["settings"])
+        for key in sorted({*settings, *arm["settings"]}):
+            if settings.get(key) != arm["settings"].get(key):
+                raise UserError(
+                    f"{path}: arm {arm['name']} was run with {key} {settings.get(key)!r}, not "
+                    f"{arm['settings'].get(key)!r}; choose another --out"
+                )
 
 
-def _same_seconds(
-    plan: Plan, configs: dict[str, dict[str, Any]], say: Callable[[str], None]
-) -> None:
+def _same_seconds(runs: _Runs, configs: dict[str, dict[str, Any]]) -> None:
     """Steps of each arm that take as long as the reference's, by a trial run of every arm.
 
     The trials run side by side, as the runs will, and their last half counts: by then every row's
     target states are in memory. What the runs really took is in the table.
     """
-    paces = dict(
-        zip(
-            configs,
-            _together(plan, [(_pace, plan, name, settings) for name, settings in configs.items()]),
-            strict=True,
-        )
-    )
-    goal = plan.steps * paces[plan.study.reference.name]
+    calls = [partial(_pace, runs, name, settings) for name, settings in configs.items()]
+    paces = dict(zip(configs, together(calls, runs.plan.jobs), strict=True))
+    goal = runs.plan.steps * paces[runs.plan.study.reference.name]
     for name, settings in configs.items():
-        settings["train.max_steps"] = round(goal / paces[name])
-        say(f"{name}: {1e3 * paces[name]:.0f} ms a step, {settings['train.max_steps']} steps")
+        settings["train.max_steps"] = max(1, round(goal / paces[name]))
+        runs.say(f"{name}: {1e3 * paces[name]:.0f} ms a step, {settings['train.max_steps']} steps")
 
 
-def _pace(plan: Plan, name: str, settings: dict[str, Any]) -> float:
+def _pace(runs: _Runs, name: str, settings: Settings) -> float:
     """Seconds of a step in the last half of a trial run."""
-    folder = plan.out / "pace" / name
-    if not (folder / "training.json").is_file():
-        _take_rows(plan, folder)
-        _distill(plan, folder, settings | {"train.max_steps": TRIAL_STEPS})
-    records = read_json(folder / "training.json")
-    middle = next(record for record in records if 2 * record["step"] >= TRIAL_STEPS)
+    folder = runs.plan.out / PACE / name
+    trial = {"train.max_steps": TRIAL_STEPS, "train.log_every": TRIAL_STEPS // 2}
+    runs.distill(folder, {**settings, **trial, "eval.calibrate": False})
+    return pace(read_json(folder / "training.json"))
+
+
+def pace(records: list[dict[str, Any]]) -> float:
+    """Seconds of a step, from the first record past the middle of a run to its last."""
     last = records[-1]
-    return (last["train_s"] - middle["train_s"]) / (last["step"] - middle["step"])
+    middle = next(record for record in records if 2 * record["step"] >= last["step"])
+    return float((last["train_s"] - middle["train_s"]) / (last["step"] - middle["step"]))
 
 
 def _take_rows(plan: Plan, folder: Path) -> None:
@@ -227,53 +210,26 @@ def _take_rows(plan: Plan, folder: Path) -> None:
     os.replace(folder / "rows.partial", folder / "rows")
 
 
-def _run(
-    plan: Plan, settings: dict[str, Any], arm: Arm, seed: int, say: Callable[[str], None]
-) -> None:
+def _run(runs: _Runs, settings: Settings, arm: Arm, seed: int) -> None:
+    """Train and measure one arm with one seed."""
+    plan = runs.plan
     folder = run_folder(plan.out, arm.name, seed)
-    if not (folder / "training.json").is_file():
-        _take_rows(plan, folder)
-        _distill(plan, folder, settings | {"train.seed": seed})
-    arguments = [str(folder), plan.target, str(plan.draft_length), str(plan.prompts)]
-    _call(["-m", "dspark_eval.study.measure", *arguments], folder, "measure.log")
+    runs.distill(folder, {**settings, "train.seed": seed})
+    runs.measure("measure", folder, plan.draft_length, plan.prompts)
     tau = read_json(folder / MEASURE_FILE)["results"][0]["accepted_length"]
-    say(f"{arm.name} seed {seed}: accepted length {tau:.3f}")
+    runs.say(f"{arm.name} seed {seed}: accepted length {tau:.3f}")
 
 
-def _time_drafts(plan: Plan, say: Callable[[str], None]) -> None:
+def _time_drafts(runs: _Runs) -> None:
     """Nothing else may run meanwhile: one drafter of each arm, one after the other."""
+    plan = runs.plan
     for arm in plan.study.arms if plan.contexts else ():
         folder = run_folder(plan.out, arm.name, plan.seeds[0])
-        if not (folder / DRAFTING_FILE).is_file():
-            say(f"{arm.name}: timing drafts")
-            arguments = [str(folder), plan.target, *map(str, plan.contexts)]
-            _call(["-m", "dspark_eval.study.drafting", *arguments], folder, "drafting.log")
+        if _timed(folder) != sorted(plan.contexts):
+            runs.say(f"{arm.name}: timing drafts")
+            runs.measure("drafting", folder, *plan.contexts)
 
 
-def _distill(plan: Plan, folder: Path, settings: Settings) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    config = load_config(None, {**settings, "out.dir": str(folder)})
-    atomic_write_text(folder / CONFIG, config.to_yaml())
-    resume = ["--resume"] if (folder / "run.yaml").is_file() else []
-    arguments = ["-m", "dspark", "distill", "--config", str(folder / CONFIG), *resume]
-    _call(arguments, folder, "distill.log")
-
-
-def _call(arguments: Sequence[str], folder: Path, log: str) -> None:
-    """Run a Python module, its output in a file of the folder."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    gpus = torch.cuda.device_count()
-    if gpus > 1:  # the runs go round the GPUs
-        environment["CUDA_VISIBLE_DEVICES"] = str(next(_TURN) % gpus)
-    with (folder / log).open("w") as output:
-        done = subprocess.run(
-            [sys.executable, *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment
-        )
-    if done.returncode:
-        lines = (folder / log).read_text().strip().splitlines() or ["no output"]
-        raise UserError(f"{folder / log}: the run failed: {lines[-1]}")
-
-
-def default_device() -> str:
-    """Where runs train if nothing is said."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _timed(folder: Path) -> list[int]:
+    path = folder / DRAFTING_FILE
+    return [entry["context"] for entry in read_json(path)] if path.is_file() else []

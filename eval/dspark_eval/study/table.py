@@ -4,6 +4,8 @@ Per arm: the accepted length of each seed (pooled over prompts), their mean, and
 highest. Against the reference arm, the ratio of accepted lengths with a 95 % interval from a paired
 bootstrap: prompts are resampled, and a prompt brings the counts of all seeds of both arms.
 
+The interval is about prompts alone: how far seeds move an arm is in its lowest and highest.
+
 Letters: e emitted tokens, R rounds.
 """
 
@@ -29,19 +31,30 @@ REPORT_FILE = "table.md"
 def build_table(out: Path) -> dict[str, Any]:
     """Read every measured run under `out` and write table.json and table.md there.
 
-    Raises UserError if the folder holds no study, or a run of it is not measured yet.
+    Runs that are not measured yet are left out and listed under `missing`.
+    Raises UserError if the folder holds no study, or no run of its reference is measured.
     """
     study = _read_study(out)
     measured = {
-        arm["name"]: [_read_run(out, arm["name"], seed) for seed in study["seeds"]]
+        arm["name"]: {seed: _read_run(out, arm["name"], seed) for seed in study["seeds"]}
         for arm in study["arms"]
     }
-    reference = measured[study["reference"]]
+    found = {arm: [run for run in runs.values() if run] for arm, runs in measured.items()}
+    reference = found[study["reference"]]
+    if not reference:
+        raise UserError(
+            f"{out}: no run of the reference, {study['reference']}, is measured yet; "
+            f"`dspark study {study['study']} --out {out}` goes on"
+        )
     rows = [
-        _row(arm, measured[arm["name"]], reference, arm["name"] == study["reference"])
+        _row(arm, found[arm["name"]], reference, arm["name"] == study["reference"])
         for arm in study["arms"]
+        if found[arm["name"]]
     ]
-    document = {**study, "schema_version": 1, "rows": rows}
+    missing = [
+        f"{arm} seed {seed}" for arm, runs in measured.items() for seed in runs if not runs[seed]
+    ]
+    document = {**study, "schema_version": 1, "missing": missing, "rows": rows}
     atomic_write_json(out / TABLE_FILE, document)
     atomic_write_text(out / REPORT_FILE, markdown(document))
     return document
@@ -50,19 +63,18 @@ def build_table(out: Path) -> dict[str, Any]:
 def _read_study(out: Path) -> dict[str, Any]:
     path = out / STUDY_FILE
     if not path.is_file():
-        raise UserError(
-            f"{path}: no study here; run `python -m dspark_eval.study NAME --out` first"
-        )
+        raise UserError(f"{path}: no study here; `dspark study NAME --out {out}` runs one")
     return read_json(path)
 
 
-def _read_run(out: Path, arm: str, seed: int) -> dict[str, Any]:
+def _read_run(out: Path, arm: str, seed: int) -> dict[str, Any] | None:
     folder = run_folder(out, arm, seed)
     if not (folder / MEASURE_FILE).is_file():
-        raise UserError(f"{folder}: not measured yet; run the study again, it goes on")
+        return None
     last = read_json(folder / "training.json")[-1]
     timed = folder / DRAFTING_FILE
     return {
+        "seed": seed,
         **read_json(folder / MEASURE_FILE),
         "teacher_forced": last["held_out"],
         "steps": last["step"],
@@ -97,21 +109,23 @@ def _row(
             }
         )
     held_out = [run["teacher_forced"]["accepted_length"] for run in runs]
+    timed = [run["drafting"] for run in runs if run["drafting"]]
     return {
         "arm": arm["name"],
         "note": arm["note"],
+        "seeds": [run["seed"] for run in runs],
         "parameters": runs[0]["parameters"],
         "steps": runs[0]["steps"],
         "train_s": float(np.mean([run["train_s"] for run in runs])),
         "teacher_forced_accepted_length": float(np.mean(held_out)),
         "results": settings,
-        "drafting": runs[0]["drafting"],
+        "drafting": timed[0] if timed else None,
     }
 
 
 def paired_ratio(
     ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Accepted length over theirs, with the interval of a bootstrap over prompts."""
     columns = [
         np.sum([result[key] for result in side], axis=0)
@@ -123,7 +137,7 @@ def paired_ratio(
     def ratio(sums: np.ndarray) -> np.ndarray:
         return (sums[0] / sums[1]) / (sums[2] / sums[3])
 
-    low, high = metrics.bootstrap_ci95(rows, ratio) or (float("nan"), float("nan"))
+    low, high = metrics.bootstrap_ci95(rows, ratio) or (None, None)
     return {"value": float(ratio(rows.sum(0))), "low": low, "high": high}
 
 
@@ -158,6 +172,8 @@ def markdown(document: dict[str, Any]) -> str:
         "|---|---|---|---|" + "---|" * len(heads) + "---|---|",
     ]
     lines += [_markdown_row(row) for row in document["rows"]]
+    if document["missing"]:
+        lines += ["", f"Not measured yet: {', '.join(document['missing'])}."]
     return "\n".join(lines + _drafting_table(document["rows"])) + "\n"
 
 
@@ -175,12 +191,16 @@ def _markdown_row(row: dict[str, Any]) -> str:
         spread = f" ({min(each):.2f} to {max(each):.2f})" if len(each) > 1 else ""
         cells.append(f"{result['accepted_length']:.3f}{spread}")
     ratio = row["results"][0]["ratio"]
-    cells.append(
-        "1" if ratio is None else f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-    )
+    cells.append("1" if ratio is None else _ratio_text(ratio))
     rates = row["results"][0]["conditional_acceptance"]
-    cells.append(" ".join("-" if rate is None else f".{100 * rate:02.0f}" for rate in rates))
+    cells.append(" ".join("-" if rate is None else f"{rate:.2f}" for rate in rates))
     return "| " + " | ".join(cells) + " |"
+
+
+def _ratio_text(ratio: dict[str, Any]) -> str:
+    if ratio["low"] is None:
+        return f"{ratio['value']:.3f}"
+    return f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
 
 
 def _drafting_table(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -209,4 +229,7 @@ def _drafting_table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _short(tokens: int) -> str:
-    return f"{tokens // 2**20}M" if tokens >= 2**20 else f"{tokens // 2**10}k"
+    for unit, name in ((2**20, "M"), (2**10, "k")):
+        if tokens % unit == 0:
+            return f"{tokens // unit}{name}"
+    return str(tokens)
