@@ -19,6 +19,7 @@ from dspark.commands.doctor import doctor
 from dspark.commands.evaluate import evaluate
 from dspark.commands.export import export
 from dspark.commands.import_ import import_
+from dspark.commands.inspect import inspect
 from dspark.commands.prune import prune
 from dspark.commands.study import study
 
@@ -32,6 +33,7 @@ __all__ = [
     "evaluate",
     "export",
     "import_",
+    "inspect",
     "main",
     "prune",
     "study",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dspark.draft.config import DraftConfig
@@ -49,6 +50,7 @@ class Opened:
         stored: Its tensors; None for a configuration without weights.
         theirs: Our name of a tensor -> its name there.
         recognised: Name of the published drafter that this is, if it is one.
+        dtype: Of its weights; without weights what the configuration says, else bf16.
         undecided: Keys that the file leaves open, whose values in `config` are assumed.
     """
 
@@ -58,6 +60,7 @@ class Opened:
     config: DraftConfig
     stored: TensorFolder | None
     theirs: Mapping[str, str]
+    dtype: torch.dtype
     recognised: str | None = None
     undecided: tuple[str, ...] = ()
 
@@ -84,8 +87,9 @@ def open_drafter(folder: Path, *, assume: bool = False) -> Opened:
     stored = _stored(folder)
     try:
         theirs, _ = our_names(stored.entries if stored else ())
+        dtype = _dtype(raw, stored, theirs)
         try:
-            return Opened(folder, OWN, "dspark", config_from_dict(raw), stored, theirs)
+            return Opened(folder, OWN, "dspark", config_from_dict(raw), stored, theirs, dtype)
         except ValueError as error:
             own = error
         reading, found, undecided = _foreign(raw, stored, theirs, assume, own)
@@ -98,6 +102,7 @@ def open_drafter(folder: Path, *, assume: bool = False) -> Opened:
         reading.config,
         stored,
         theirs,
+        dtype,
         reading.recognised,
         undecided,
     )
@@ -107,6 +112,19 @@ def _stored(folder: Path) -> TensorFolder | None:
     """The tensors, or None where there is nothing that could hold any."""
     patterns = ("*.safetensors", INDEX_FILE, *PICKLES)
     return TensorFolder(folder) if any(next(folder.glob(p), None) for p in patterns) else None
+
+
+def _dtype(
+    raw: Mapping[str, Any], stored: TensorFolder | None, theirs: Mapping[str, str]
+) -> torch.dtype:
+    """That of the projection of the taps, which every drafter has."""
+    found: object = raw.get("dtype") or raw.get("torch_dtype")
+    if stored is not None and "fc.weight" in theirs:
+        found = stored.entries[theirs["fc.weight"]].dtype
+    if isinstance(found, str):
+        found = getattr(torch, found.removeprefix("torch."), None)
+    good = isinstance(found, torch.dtype) and found.is_floating_point
+    return found if isinstance(found, torch.dtype) and good else torch.bfloat16
 
 
 def _foreign(
