@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from dspark.draft import flex, sight
 from dspark.draft.config import DraftConfig
 from dspark.draft.flex import mask_predicate, pays
 from dspark.draft.model import DSparkDrafter
+from dspark.draft.shapes import MLAShape
 from dspark.draft.sight import Sight, block_layout
 from tests.tolerance import assert_close
 
@@ -76,13 +78,54 @@ def test_unfused_flex_attention_gives_the_groups_numbers(config: DraftConfig) ->
         assert_close(fused, groups, limit=1e-5)
 
 
-def test_a_cpu_and_small_passes_stay_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+class OnDevice(SimpleNamespace):
+    """The shape and device of a tensor that need not exist."""
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+def test_large_passes_on_a_gpu_leave_the_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(rows: int, length: int, anchors: int, channels: int, device: str = "cuda") -> bool:
+        shapes = (rows, length), (rows, anchors)
+        valid, places = (OnDevice(shape=s, device=torch.device(device)) for s in shapes)
+        return pays(valid, places, 7, channels)
+
+    assert chosen(1, 4096, 512, 64)
+    assert not chosen(1, 4096, 512, 64, "cpu")
+    assert not chosen(1, 4096, 512, 8)  # no kernel for so narrow heads
+    # 2^23 elements and one anchor less: 2 x (7 A) x (S + 7 A) with A = 64
+    length = 2**23 // (2 * 448) + 1 - 448
+    assert chosen(2, length, 64, 16)
+    assert not chosen(2, length, 63, 16)
     valid, anchors = batch()
-    assert not pays(valid, anchors, 5)
     monkeypatch.setattr(flex, "PAYS_FROM", 0)
-    assert not pays(valid, anchors, 5)
-    meta = torch.empty(1, 4096, device="meta"), torch.empty(1, 512, device="meta")
-    assert not pays(*meta, 7)
+    assert not pays(valid, anchors, 5, 64)
+
+
+def test_the_narrowest_part_of_a_head_counts() -> None:
+    assert sight._channels(CONFIG) == 16
+    mla = replace(CONFIG, backbone="mla", num_key_value_heads=4, mla=MLAShape(8, 8, 6, 4, 24))
+    assert sight._channels(mla) == 10
+    assert sight._channels(replace(mla, mla=MLAShape(8, 8, 32, 4, 24))) == 24
+
+
+def test_queries_in_float32_meet_values_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under autocast; without the cast no version of torch would take them."""
+    valid, anchors = batch()
+    layout = block_layout(
+        CONFIG, valid, anchors, anchors_per_group=2, dtype=torch.float32, fused=True
+    )
+    seen = []
+    monkeypatch.setattr(
+        flex, "_attention", lambda _: lambda q, k, v, **_: seen.append((q, k, v)) or v[:, :, :25]
+    )
+    parts = [
+        (torch.randn(2, 2, n, 16), torch.randn(2, 2, n, 16).bfloat16())
+        for n in (valid.shape[1], 25)
+    ]
+    layout.attend(Sight(None, False), torch.randn(2, 4, 25, 16), *parts, 0.25)
+    assert [each.dtype for each in seen[0]] == [torch.bfloat16] * 3
 
 
 def _states_and_gradients(drafter: DSparkDrafter, device: torch.device) -> list[Tensor]:

@@ -32,12 +32,18 @@ Measured on an H200, bf16, a step of forward and backward in ms, groups and this
 slots over 4,096 positions.
 """
 
+NARROWEST = 16
+"""Channels of a head, of keys and of values, below which there is no compiled kernel."""
 
-def pays(valid: Tensor, anchors: Tensor, slots: int) -> bool:
-    """Whether a training pass of this size should take this path: on CUDA, when it is large."""
+
+def pays(valid: Tensor, anchors: Tensor, slots: int, channels: int) -> bool:
+    """Whether a training pass of this size should take this path: on CUDA, when it is large.
+
+    `channels` is the fewest that a head has of keys or of values.
+    """
     queries = anchors.shape[1] * slots
     size = len(valid) * queries * (valid.shape[1] + queries)
-    return valid.device.type == "cuda" and size >= PAYS_FROM
+    return valid.device.type == "cuda" and size >= PAYS_FROM and channels >= NARROWEST
 
 
 def mask_predicate(
@@ -87,6 +93,9 @@ def flex_attend(
 ) -> Tensor:
     """As `BlockLayout.attend` under a mask of `block_mask`: [B, H, A*G, V]."""
     keys, values = (torch.cat(pair, 2) for pair in zip(context, block, strict=True))
+    # Under autocast values leave a product in bfloat16, normed queries and keys stay in float32.
+    # Scaled dot-product attention casts them; here not every torch version does.
+    q, keys = q.to(values.dtype), keys.to(values.dtype)
     out: Tensor = _attention(q.is_cuda)(
         q, keys, values, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != keys.shape[1]
     )

@@ -181,9 +181,16 @@ def train_blocks(
         anchors,
         anchors_per_group=max(1, GROUP_SLOTS // slots),
         dtype=hidden.dtype,
-        fused=flex.pays(valid, anchors, slots),
+        fused=flex.pays(valid, anchors, slots, _channels(config)),
     )
     hidden = hidden.reshape(batch, count * slots, width)
     for layer in layers:
         hidden = layer(hidden, features, layout)
     return hidden.view(batch, count, slots, width)
+
+
+def _channels(config: DraftConfig) -> int:
+    """The fewest channels that a head has of keys or of values."""
+    if config.mla is None:
+        return config.head_dim
+    return min(config.mla.qk_nope_head_dim + config.mla.qk_rope_head_dim, config.mla.v_head_dim)
