@@ -5,11 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dspark.distill import lock
 from dspark.distill.lock import LOCK_FILE, locked
 from dspark.errors import UserError
 
@@ -42,6 +44,32 @@ def test_the_second_one_learns_who_the_first_is(tmp_path: Path) -> None:
         with locked(tmp_path, "choose another"):
             assert (tmp_path / LOCK_FILE).exists()
         assert not list(tmp_path.iterdir())
+    finally:
+        process.kill()
+
+
+def test_whoever_waits_is_told_once_whom_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, pipe, pid = holder(tmp_path)
+    monkeypatch.setattr(lock, "POLL", 0.01)
+    sleep, naps, lines = time.sleep, [], []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 5:
+            pipe.send("leave")
+            process.join(60)
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", nap)
+    try:
+        with locked(tmp_path, "wait", patience=600.0, waiting=lines.append):
+            pass
+        assert lines == [
+            f"{tmp_path}: waiting for process {pid} on {socket.gethostname()}, at most 10 minutes"
+        ]
+        assert len(naps) >= 5
     finally:
         process.kill()
 

@@ -77,7 +77,7 @@ def cached_features(
     }
     plan = plan_cache(root, [row.ids for row in rows], codec, everything)
     _check_size(plan, settings.max_gib, console)
-    with _held(plan, processes):
+    with _held(plan, processes, console):
         mine = plan.shards[processes.rank :: processes.world]
         missing = [shard for shard in mine if not _is_good(plan.folder, shard)]
         _check_disk(plan, missing, processes, console)
@@ -89,8 +89,8 @@ def cached_features(
 
 
 @contextmanager
-def _held(plan: CachePlan, processes: Processes) -> Iterator[None]:
-    """Hold the folder and tidy it."""
+def _held(plan: CachePlan, processes: Processes, console: Console) -> Iterator[None]:
+    """Hold the folder and tidy it; says whom it waits for."""
     with ExitStack() as stack:
         with processes.together():
             if processes.is_main:
@@ -99,6 +99,7 @@ def _held(plan: CachePlan, processes: Processes) -> Iterator[None]:
                         plan.folder,
                         "wait until its states are written, or set cache.dir",
                         patience=PATIENCE,
+                        waiting=lambda text: _say(console, text),
                     )
                 )
                 clear_leftovers(plan.folder)

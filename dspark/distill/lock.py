@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,17 +23,22 @@ POLL = 0.2
 
 
 @contextmanager
-def locked(folder: Path, instead: str, patience: float = 0.0) -> Iterator[None]:
+def locked(
+    folder: Path,
+    instead: str,
+    patience: float = 0.0,
+    waiting: Callable[[str], None] | None = None,
+) -> Iterator[None]:
     """Hold `folder` (made if missing, removed again if it is still empty at the end).
 
     Raises UserError naming the holder if another process still has it after `patience` seconds;
-    `instead` says what else to do.
+    `instead` says what else to do. `waiting` gets one line for each holder that is waited for.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     path = folder / LOCK_FILE
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
-        handle = _take(path, instead, time.monotonic() + patience)
+        handle = _take(path, instead, patience, waiting)
     try:
         yield
     finally:
@@ -46,13 +51,14 @@ def locked(folder: Path, instead: str, patience: float = 0.0) -> Iterator[None]:
                 break
 
 
-def _take(path: Path, instead: str, until: float) -> int:
+def _take(path: Path, instead: str, patience: float, waiting: Callable[[str], None] | None) -> int:
     """An open, locked file that is the one at `path`."""
     # fcntl is imported here since only POSIX systems have it. On NFS, flock works between machines
     # from Linux 2.6.12 on and not with the mount option local_lock=flock or nolock: there, two
     # machines could both hold it, and the folder is theirs to watch over.
     import fcntl
 
+    until, told = time.monotonic() + patience, ""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -60,10 +66,13 @@ def _take(path: Path, instead: str, until: float) -> int:
         except BlockingIOError:
             holder = os.read(handle, 200).decode(errors="replace").strip() or "another process"
             os.close(handle)
-            if time.monotonic() < until:
-                time.sleep(POLL)
-                continue
-            raise UserError(f"{path.parent}: in use by {holder}; {instead}") from None
+            if time.monotonic() >= until:
+                raise UserError(f"{path.parent}: in use by {holder}; {instead}") from None
+            if waiting is not None and holder != told:
+                waiting(f"{path.parent}: waiting for {holder}, at most {patience / 60:.0f} minutes")
+            told = holder
+            time.sleep(POLL)
+            continue
         except BaseException:
             os.close(handle)
             raise
