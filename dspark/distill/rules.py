@@ -57,23 +57,34 @@ def check_state(tensors: Mapping[str, Tensor], layout: Layout) -> None:
             raise ValueError(f"optimiser state {name}: expected {kind} {shape}")
 
 
-class AdamW:
-    """torch's AdamW, whose state goes in and out as named tensors."""
+class TorchAdamW(torch.optim.AdamW):
+    """torch's AdamW as the settings ask for it."""
 
-    def __init__(self, named: Named, settings: TrainSettings) -> None:
-        self._named = named
-        self._adamw = torch.optim.AdamW(
-            [p for _, p in named],
+    def __init__(self, parameters: Sequence[nn.Parameter], settings: TrainSettings) -> None:
+        super().__init__(
+            parameters,
             lr=settings.lr,
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
             weight_decay=settings.weight_decay,
         )
 
-    def step(self, lr: float) -> None:
-        for group in self._adamw.param_groups:
+    def step_at(self, lr: float) -> None:
+        """One update at rate `lr`."""
+        for group in self.param_groups:
             group["lr"] = lr
-        self._adamw.step()
+        self.step()
+
+
+class AdamW:
+    """torch's AdamW, whose state goes in and out as named tensors."""
+
+    def __init__(self, named: Named, settings: TrainSettings) -> None:
+        self._named = named
+        self._adamw = TorchAdamW([p for _, p in named], settings)
+
+    def step(self, lr: float) -> None:
+        self._adamw.step_at(lr)
 
     def state(self) -> dict[str, Tensor]:
         return {

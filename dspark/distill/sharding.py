@@ -26,12 +26,11 @@ from torch import Tensor, nn
 
 from dspark.distill.optim import check_moments, master_weights
 from dspark.distill.processes import Processes
+from dspark.distill.rules import MOMENTS, TorchAdamW
 from dspark.distill.train_settings import TrainSettings
 
 BUCKET = 8 << 20
 """Parameters that a bucket is closed after: 32 MiB of gradients exist beyond the own parts."""
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(eq=False)
@@ -173,19 +172,11 @@ class ShardedOptimiser:
     def __init__(self, module: nn.Module, settings: TrainSettings, processes: Processes) -> None:
         self._processes = processes
         self.gradients = ShardedGradients(module, processes)
-        self._adamw = torch.optim.AdamW(
-            [bucket.own for bucket in self.gradients.buckets],
-            lr=settings.lr,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-        )
+        self._adamw = TorchAdamW([bucket.own for bucket in self.gradients.buckets], settings)
 
     def step(self, lr: float) -> None:
         """Apply the gradients at rate `lr`; afterwards all processes hold all weights."""
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        self._adamw.step()
+        self._adamw.step_at(lr)
         for bucket in self.gradients.buckets:
             self._processes.gather_parts(bucket.weights)
 
