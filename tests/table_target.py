@@ -74,6 +74,7 @@ class TableTarget:
 
     name = "table"
     num_layers = 1
+    max_positions = 100_000
     tap_kinds = ("residual",)
     device = torch.device("cpu")
 

@@ -343,4 +343,4 @@ def test_a_terminal_gets_a_bar_and_a_log_gets_lines_only(
 
 
 def test_sections_that_may_change_are_the_ones_without_effect_on_weights() -> None:
-    assert loop.FREE_SECTIONS == ("out", "eval")
+    assert loop.FREE_SETTINGS == ("out", "eval", "cache.dir", "cache.max_gib", "train.sharded")

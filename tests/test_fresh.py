@@ -38,6 +38,18 @@ def test_mla_has_the_proportions_of_the_published_k3_drafter(folder: Path) -> No
     assert config.num_key_value_heads == config.num_attention_heads
 
 
+@pytest.mark.parametrize("backbone", ["attention", "mla", "kda"])
+def test_a_drafter_claims_its_targets_length(folder: Path, backbone: str) -> None:
+    """Engines size tables by it: 4096 would end drafting early in longer texts."""
+    target = load_target(folder).target
+    assert target.max_positions == target.model.config.max_position_embeddings > 4096
+    config = fresh(folder, backbone=backbone).config
+    assert config.max_position_embeddings == target.max_positions
+    if backbone != "kda":
+        far = fresh(folder, backbone=backbone, yarn_factor=1e30).config
+        assert far.max_position_embeddings == target.max_positions
+
+
 def test_yarn_stretches_the_length_that_rows_are_cut_to(folder: Path) -> None:
     plain = fresh(folder).config
     assert plain.yarn is None

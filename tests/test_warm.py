@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from dspark.distill.run import run_distill
+from dspark.distill.settings import DrafterSettings
+from dspark.distill.warm import _completed
 from dspark.draft.checkpoint import load_drafter, save_drafter
-from dspark.draft.config import TargetRecord
+from dspark.draft.config import DraftConfig, TargetRecord
 from dspark.draft.model import DSparkDrafter
+from dspark.draft.shapes import KDAShape, MLAShape, Yarn
 from dspark.draft.start import initialise
 from dspark.errors import UserError
 from tests.distill_setup import same
@@ -125,6 +128,7 @@ def test_a_resumed_run_does_not_read_it_again(
         ),
         ({"drafter__tap_ids": [0, 1]}, "target_layer_ids is"),
         ({"train__confidence": 0.0}, "enable_confidence_head is True there, False here"),
+        ({"drafter__yarn_factor": 4.0}, "yarn is None there, Yarn(factor=4.0"),
     ],
 )
 def test_another_shape_is_refused_by_its_keys(
@@ -158,3 +162,34 @@ def test_null_leaves_the_choice_to_the_folder(runs: Any, donor: Path, tmp_path: 
     distill(run)
     made = load_drafter(Path(run.out.dir)).config
     assert (made.target_layer_ids, made.mask_token_id) == ((0, 1), 3)
+
+
+def test_what_no_key_names_comes_from_the_folder(runs: Any, donor: Path, tmp_path: Path) -> None:
+    config = replace(load_drafter(donor).config, block_causal="all", yarn=Yarn(2.0, 64))
+    drafter = DSparkDrafter(config)
+    initialise(drafter, torch.Generator().manual_seed(1))
+    save_drafter(tmp_path / "given", drafter)
+    run = runs("causal", drafter__init_from=str(tmp_path / "given"), **STILL)
+    distill(run)
+    made = load_drafter(Path(run.out.dir)).config
+    assert (made.block_causal, made.yarn) == ("all", Yarn(2.0, 64))
+    card = (Path(run.out.dir) / "README.md").read_text()
+    assert f"| started with | the weights of `{tmp_path / 'given'}` |" in card
+
+
+def _as_saved(config: DraftConfig, **changes: Any) -> DraftConfig:
+    """What a run whose own shape is `config` starts as, from a folder that says `changes`."""
+    return _completed(config, replace(config, **changes), DrafterSettings())
+
+
+def test_parts_of_a_backbone_that_no_key_names_come_along() -> None:
+    mla = DraftConfig(
+        hidden_size=16, num_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+        intermediate_size=16, vocab_size=20, num_target_layers=4, target_layer_ids=(0,),
+        target_tap_kind="residual", mask_token_id=1, backbone="mla", mla=MLAShape(4, 4, 8, 4, 8),
+    )  # fmt: skip
+    gated = replace(mla.mla, rope=False, output_gate=True)
+    assert _as_saved(mla, mla=gated).mla == gated
+    assert _as_saved(mla, mla=replace(gated, q_lora_rank=9)).mla == gated  # that has a key
+    kda = replace(mla, backbone="kda", mla=None, kda=KDAShape())
+    assert _as_saved(kda, kda=KDAShape(gate_lower_bound=-2.0)).kda.gate_lower_bound == -2.0

@@ -54,6 +54,7 @@ class ToyTarget:
     vocab_size: int = 64
     hidden_size: int = 32
     num_layers: int = 4
+    max_positions: int = 100_000
     sharpness: float = 6.0
     reach: int = 3
     name: str = "toy"

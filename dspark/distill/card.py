@@ -31,6 +31,8 @@ class Provenance:
     epochs: int
     seed: int
     processes: int
+    started_with: str
+    """Fresh weights, layers of the target, or another drafter's weights."""
 
 
 def model_card(provenance: Provenance, history: Sequence[Mapping[str, Any]]) -> str:
@@ -101,6 +103,7 @@ def _origin(provenance: Provenance) -> list[str]:
         ("steps", f"{provenance.steps} in {provenance.epochs} epochs, {provenance.processes} "
          "process(es)"),
         ("seed", f"{provenance.seed}"),
+        ("started with", provenance.started_with),
         ("software", software()),
         ("finished", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")),
     ]  # fmt: skip

@@ -11,8 +11,10 @@ from dspark.distill.answers import first_format
 from dspark.distill.chat import TrainingRow
 from dspark.distill.config import DistillConfig
 from dspark.distill.fingerprint import tokenizer_fingerprint
+from dspark.distill.from_target import k3_target
 from dspark.distill.settings import DrafterSettings
 from dspark.draft.config import DraftConfig, TargetRecord, default_tap_ids
+from dspark.draft.from_target import check_copyable, target_form
 from dspark.draft.model import DSparkDrafter
 from dspark.draft.shapes import GLA, KDAShape, MLAShape, Yarn
 from dspark.draft.start import initialise
@@ -55,6 +57,7 @@ def new_drafter(
             markov_head_type=shape.head,
             confidence_head_with_markov=shape.confidence_with_markov,
             enable_confidence_head=config.train.confidence > 0,
+            max_position_embeddings=_longest(config, target),
             target=TargetRecord(
                 config.target.name,
                 tokenizer_fingerprint(tokenizer),
@@ -65,6 +68,10 @@ def new_drafter(
         )
     except ValueError as error:
         raise UserError(f"drafter: {error}") from None
+    if shape.init == "target":
+        source = k3_target(target).model.config
+        check_copyable(draft_config, source)
+        draft_config = target_form(draft_config, source)
     if draft_config.target_tap_kind not in target.tap_kinds:
         raise UserError(
             f"drafter.tap_kind is {draft_config.target_tap_kind!r}: target {target.name} has "
@@ -147,8 +154,19 @@ def _backbone_fields(config: DistillConfig) -> dict[str, Any]:
         terms = 1.0 if shape.backbone == "mla" else None
         length = config.data.max_length
         fields["yarn"] = Yarn(shape.yarn_factor, length, mscale=terms, mscale_all_dim=terms)
-        fields["max_position_embeddings"] = int(shape.yarn_factor * length)
     return fields
+
+
+def _longest(config: DistillConfig, target: Target) -> int:
+    """Tokens of the longest context the drafter claims, which sizes tables of serving engines.
+
+    It is the target's, so that no engine reads past a table or stops drafting early; YaRN claims no
+    more than it stretches the rows' length to.
+    """
+    factor = config.drafter.yarn_factor
+    if factor is None:
+        return target.max_positions
+    return min(int(factor * config.data.max_length), target.max_positions)
 
 
 def _mask_token(config: DistillConfig, target: Target, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -3,8 +3,8 @@
     target + prompts -> rows (answers.py) -> steps (trainer.py) -> evaluation (evaluate.py)
                         states (cache.py)                       -> checkpoints (state.py)
     OUT/run.yaml  rows/  states/  checkpoints/   while it runs
-    OUT/config.json  model.safetensors  calibration.json             when it is done
-        training.json  README.md
+    OUT/config.json  model.safetensors  calibration.json  golden.json   when it is done
+        training.json  README.md (finished.py)
 
 A second start in the same folder needs `resume`, and then the same settings; a run that was killed
 at any moment continues to the same weights.
@@ -12,10 +12,7 @@ at any moment continues to the same weights.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,28 +32,25 @@ from dspark.distill.answers import (
 )
 from dspark.distill.cache_build import cached_features
 from dspark.distill.calibrate import calibrate_held_out
-from dspark.distill.card import Provenance, model_card
 from dspark.distill.config import DistillConfig, load_config
 from dspark.distill.disk import clear_leftovers, writing
 from dspark.distill.evaluate import decode_held_out, decoding_prompts, disagreement
 from dspark.distill.fingerprint import tokenizer_files, tokenizer_fingerprint
+from dspark.distill.finished import provenance, write_drafter_folder
 from dspark.distill.fresh import choose_vocabulary, new_drafter
+from dspark.distill.from_target import start_from_target
 from dspark.distill.lock import locked
 from dspark.distill.loop import CHECKPOINTS, FREE_SETTINGS, Evaluate, find_checkpoint, train
 from dspark.distill.processes import Processes
 from dspark.distill.prompts import read_prompts
-from dspark.distill.state import MODEL, Progress, check_same_settings
+from dspark.distill.state import MODEL, check_same_settings
 from dspark.distill.taps import FeatureSource
 from dspark.distill.tensorboard import require_tensorboard
 from dspark.distill.trainer import Trainer
 from dspark.distill.warm import warm_start
-from dspark.draft.calibration import CALIBRATION_FILE, Fitted, measured
-from dspark.draft.checkpoint import save_drafter
-from dspark.draft.folder import CONFIG_FILE, WEIGHTS_FILE
-from dspark.draft.golden_file import GOLDEN_FILE
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
-from dspark.files import atomic_write_text, json_text
+from dspark.files import atomic_write_text
 from dspark.runtime.k3_target import LoadedTarget, load_target
 
 if TYPE_CHECKING:
@@ -122,6 +116,11 @@ def _run(config: DistillConfig, processes: Processes, console: Console) -> Path:
     )
     console.print(answered.summary(), highlight=False, markup=False, soft_wrap=True)
     rows = hold_out(answered, config.data.held_out, config.data_seed)
+    if config.drafter.init == "target" and checkpoint is None:
+        layers, seed = config.drafter.init_layers, config.train.seed
+        drafter, copied = start_from_target(drafter, loaded.target, rows.training, layers, seed)
+        processes.same_weights(drafter)
+        console.print(copied.summary(), highlight=False, markup=False, soft_wrap=True)
     if drafter.draft_ids is not None and not config.drafter.init_from:
         text = choose_vocabulary(drafter, rows.training, rows.held_out, loaded.target)
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -139,12 +138,10 @@ def _run(config: DistillConfig, processes: Processes, console: Console) -> Path:
     fitted = calibrate_held_out(config, loaded.target, drafter, rows.held_out, processes)
     with processes.together():
         if processes.is_main:
-            provenance = _provenance(config, loaded, target_digest, files, rows, trainer, progress)
+            facts = provenance(config, loaded, target_digest, files, rows, trainer, progress)
             template = first_format(config.data, loaded.tokenizer).template
             kept = tokenizer_files(loaded.tokenizer, template)
-            write_drafter_folder(
-                out, drafter, progress.history, provenance, kept, fitted, loaded.target
-            )
+            write_drafter_folder(out, drafter, progress.history, facts, kept, fitted, loaded.target)
     console.print(f"drafter written to {out}", highlight=False, markup=False, soft_wrap=True)
     return out
 
@@ -176,33 +173,6 @@ def _cached(
         processes,
         console,
         int(config.train.keep_gib * 2**30),
-    )
-
-
-def _provenance(
-    config: DistillConfig,
-    loaded: LoadedTarget,
-    target_digest: str,
-    files: Sequence[Path],
-    rows: RunRows,
-    trainer: Trainer,
-    progress: Progress,
-) -> Provenance:
-    return Provenance(
-        target=config.target.name,
-        target_digest=target_digest,
-        tokenizer_hash=tokenizer_fingerprint(loaded.tokenizer),
-        template_hash=first_format(config.data, loaded.tokenizer).fingerprint,
-        prompt_files=[(path.name, _file_digest(path)) for path in files],
-        rows_digest=rows.digest,
-        training_rows=len(rows.training),
-        supervised_tokens=sum(row.supervised for row in rows.training),
-        held_out_rows=len(rows.held_out),
-        parameters=sum(p.numel() for p in trainer.drafter.parameters()),
-        steps=progress.step,
-        epochs=config.train.epochs,
-        seed=config.train.seed,
-        processes=trainer.processes.world,
     )
 
 
@@ -243,33 +213,6 @@ def evaluation(
     return evaluate
 
 
-def write_drafter_folder(
-    out: Path,
-    drafter: DSparkDrafter,
-    history: Sequence[dict[str, Any]],
-    provenance: Provenance,
-    tokenizer: Mapping[str, str],
-    fitted: Sequence[Fitted] = (),
-    target: Target | None = None,
-) -> None:
-    """Put the finished drafter into the run folder, `config.json` last: with it, all is there."""
-    evaluated = [record["held_out"] for record in history if record.get("held_out")]
-    drafter.calibration = measured(
-        evaluated[-1] if evaluated else None, drafter.config, provenance.held_out_rows
-    ).with_fitted(*fitted)
-    with writing(out):
-        fresh = out / ".finished"
-        texts = {
-            "training.json": json_text(list(history)),
-            "README.md": model_card(provenance, history),
-            **tokenizer,
-        }
-        save_drafter(fresh, drafter, texts=texts, target=target)
-        for name in (*texts, CALIBRATION_FILE, GOLDEN_FILE, WEIGHTS_FILE, CONFIG_FILE):
-            os.replace(fresh / name, out / name)
-        shutil.rmtree(fresh)
-
-
 def _check_writable(out: Path) -> None:
     existing = next(folder for folder in (out, *out.parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -288,7 +231,3 @@ def _check_folder(out: Path, config: DistillConfig, resume: bool) -> None:
         raise UserError(
             f"{out}: a run lives here; continue it with --resume, or choose another --out"
         )
-
-
-def _file_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

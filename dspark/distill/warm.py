@@ -1,7 +1,8 @@
 """Warm start: begin with the weights of a drafter that exists, whoever trained it.
 
 What the settings say must be what the folder holds; what they leave open (null, or no key at all:
-rotary base, norm epsilon) comes from the folder, and so do the ids of a reduced draft vocabulary.
+rotary base, norm epsilon, causal blocks, ...) comes from the folder, and so do the ids of a reduced
+draft vocabulary.
 Weights that fit by shape but meant something else, such as the same matrix cut into other heads,
 are refused like those that do not fit.
 """
@@ -19,7 +20,7 @@ from dspark.errors import UserError
 from dspark.runtime.target import Target
 
 _FREE = ("target", "block_size")  # may differ: the run's own hold
-_NO_KEY = ("rms_norm_eps", "rope_theta", "max_position_embeddings", "yarn")
+_NO_KEY = ("rms_norm_eps", "rope_theta", "max_position_embeddings", "hidden_act", "block_causal")
 _IF_NULL = {
     "intermediate_size": ("intermediate_size",),
     "draft_vocab": ("draft_vocab_size",),
@@ -27,6 +28,7 @@ _IF_NULL = {
     "tap_kind": ("target_tap_kind",),
     "mask_token_id": ("mask_token_id",),
     "sliding_window": ("sliding_window", "layer_types"),
+    "yarn_factor": ("yarn",),
 }
 """Settings that may be null -> fields of DraftConfig that the folder decides then."""
 _SHOWN = 4
@@ -66,7 +68,16 @@ def _completed(own: DraftConfig, saved: DraftConfig, settings: DrafterSettings) 
     for key, names in _IF_NULL.items():
         if getattr(settings, key) is None:
             taken += names
-    return replace(own, **{name: getattr(saved, name) for name in taken})
+    values = {name: getattr(saved, name) for name in taken}
+    if own.mla is not None and saved.mla is not None:
+        features = {"rope": saved.mla.rope, "output_gate": saved.mla.output_gate}
+        values["mla"] = replace(own.mla, **features)
+    if own.kda is not None and saved.kda is not None:
+        values["kda"] = replace(own.kda, gate_lower_bound=saved.kda.gate_lower_bound)
+    try:
+        return replace(own, **values)
+    except ValueError as error:  # what is said here does not go with what the folder adds
+        raise UserError(f"drafter: {error}, with what is taken from drafter.init_from") from None
 
 
 def _shape(tensors: dict, name: str) -> tuple[int, ...] | None:

@@ -71,7 +71,8 @@ class DraftConfig:
         confidence_head_with_markov: Whether it also reads the previous token's markov embedding.
         rms_norm_eps: Epsilon of every norm.
         rope_theta: Base of the rotary frequencies.
-        max_position_embeddings: Longest context the drafter claims; nothing is sized by it.
+        max_position_embeddings: Longest context the drafter claims: the target's, or what YaRN
+            stretches to. Nothing is sized by it here, in engines the rotary tables are.
         sample_from_anchor: Slot 0, the anchor, already predicts. The only layout built here.
         layer_id_origin: Written into every checkpoint, so that nobody has to guess an offset.
         target: Which target it was distilled from, where known.

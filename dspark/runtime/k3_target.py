@@ -55,6 +55,7 @@ class K3Target:
         self.table_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.num_layers = config.num_hidden_layers
+        self.max_positions = config.max_position_embeddings
         self.tap_kinds = model.tap_kinds
         self.end_token_ids = end_token_ids
         self.device = model.lm_head.weight.device

@@ -76,6 +76,8 @@ class Target(Protocol):
     since a drafter's mask token may be one, but nothing else does and none is ever emitted."""
     hidden_size: int
     num_layers: int
+    max_positions: int
+    """Longest text it claims to read, in tokens. Nothing is sized by it."""
     tap_kinds: tuple[str, ...]
     end_token_ids: tuple[int, ...]
     device: torch.device
