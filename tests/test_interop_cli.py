@@ -143,6 +143,24 @@ def test_export_and_import_with_the_target_at_hand(
         assert "compared with the target's" in text
 
 
+def test_speculators_is_told_where_the_target_lies(
+    run: Run, pair: TinyPair, tmp_path: Path
+) -> None:
+    """It opens `verifier.name_or_path` while loading: the folder at hand, not a name of ours."""
+    words = ("export", "--draft", pair.draft, "--format", "speculators")
+    code, text, _ = run(*words, "--target", pair.target, "--out", tmp_path / "with", "--json")
+    assert code == 0
+    assert json.loads(text)["verifier"] == str(pair.target.resolve())
+    code, text, _ = run(*words, "--out", tmp_path / "without")
+    assert code == 0
+    assert "give --target" in text
+    names = [
+        json.loads((tmp_path / out / "config.json").read_text())["speculators_config"]["verifier"]
+        for out in ("with", "without")
+    ]
+    assert [entry["name_or_path"] for entry in names] == [str(pair.target.resolve()), None]
+
+
 def test_export_refuses_in_one_line(run: Run, pair: TinyPair, tmp_path: Path) -> None:
     out = ("--out", tmp_path / "out")
     failed(run("export", "--draft", pair.draft, "--format", "k3-mla", *out), "latent attention")

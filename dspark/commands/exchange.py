@@ -24,13 +24,15 @@ def target_at_hand(name: str | None) -> tuple[TargetFacts | None, TargetCopies |
     from dspark.interop.spec import TargetFacts
     from dspark.runtime.k3_target import load_target
 
-    target = load_target(name).target
+    loaded = load_target(name)
+    target = loaded.target
     facts = TargetFacts(
         target.name,
         target.hidden_size,
         (target.table_size, target.vocab_size),
         target.num_layers,
         target.tap_kinds,
+        str(loaded.path.resolve()),
     )
     embed = target.embed(torch.arange(target.table_size, device=target.device))
     return facts, TargetCopies(embed, target.model.lm_head.weight)

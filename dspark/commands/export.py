@@ -22,8 +22,8 @@ def export(
     target: Annotated[
         str | None,
         typer.Option(
-            help="The drafter's target (`nano` or a folder), for layouts that store its tables: "
-            "deepspec, and a reduced vocabulary anywhere."
+            help="The drafter's target (`nano` or a folder), for layouts that store its tables "
+            "(deepspec, and a reduced vocabulary anywhere) or say where it is (speculators)."
         ),
     ] = None,
     as_json: PrintJson = False,
@@ -37,14 +37,16 @@ def export(
     require_new(out)
     format_named(layout)
     folder = draft or default_draft()
-    _, copies = target_at_hand(target)
-    done = export_drafter(folder, out, layout=layout, target_copies=copies)
+    facts, copies = target_at_hand(target)
+    verifier = None if facts is None else facts.folder
+    done = export_drafter(folder, out, layout=layout, target_copies=copies, verifier=verifier)
     if as_json:
         print_json(
             {
                 "format": done.format.name,
                 "engines": done.format.engines,
                 "copies": list(done.copies),
+                "verifier": done.verifier,
                 "left_out": list(done.left_out),
             }
         )
@@ -53,6 +55,8 @@ def export(
     fields += describe(done.config)
     if done.copies:
         fields.append(("copied along", ", ".join(done.copies)))
+    if done.format.name == "speculators":
+        fields.append(("verifier", done.verifier or "none named: give --target"))
     if done.left_out:
         fields.append(("left out", f"{', '.join(done.left_out)} (keys of the layout it came from)"))
     print_fields(f"{folder} -> {out}", fields)

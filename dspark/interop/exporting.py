@@ -38,17 +38,24 @@ class Exported:
         format: Layout it was written in.
         config: The drafter.
         copies: Tables of the target that were stored along.
+        verifier: Where its engine will look for the target, if the layout says so.
         left_out: Keys kept from another layout, which have no place in this one.
     """
 
     format: Format
     config: DraftConfig
     copies: tuple[str, ...]
+    verifier: str | None
     left_out: tuple[str, ...]
 
 
 def export_drafter(
-    draft: Path, out: Path, *, layout: str, target_copies: TargetCopies | None = None
+    draft: Path,
+    out: Path,
+    *,
+    layout: str,
+    target_copies: TargetCopies | None = None,
+    verifier: str | None = None,
 ) -> Exported:
     """Write the drafter in `draft` to `out`, which must not exist yet.
 
@@ -57,6 +64,7 @@ def export_drafter(
         out: The other tool's folder.
         layout: Name of the layout.
         target_copies: The target's tables, for layouts that store some.
+        verifier: The target's folder or id, for layouts that name it; None: as the drafter has it.
 
     Raises:
         UserError: One line: why the layout cannot hold this drafter, or what is wrong with it.
@@ -80,9 +88,10 @@ def export_drafter(
         raise UserError(f"{draft}: --format {found.name}: {error}") from None
     renamed = {found.their_name(name): tensor for name, tensor in tensors.items()}
     left_out = _put_back(found, draft, raw)
+    named = _name_verifier(raw, verifier)
     texts = {} if (draft / GOLDEN_FILE).exists() else golden_text(config, tensors)
     write(out, raw, {**renamed, **tables}, texts, carried_files(draft))
-    return Exported(found, config, tuple(tables), left_out)
+    return Exported(found, config, tuple(tables), named, left_out)
 
 
 def _tables(
@@ -145,3 +154,16 @@ def _put_back(found: Format, draft: Path, raw: dict[str, Any]) -> tuple[str, ...
         elif key not in raw or key in _RESTORED:
             raw[key] = value
     return ()
+
+
+def _name_verifier(raw: dict[str, Any], name: str | None) -> str | None:
+    """What `speculators_config` calls the target, after calling it `name`; None without the block.
+
+    speculators opens it when it loads the drafter, for embedding, LM head and final norm.
+    """
+    entry = (raw.get("speculators_config") or {}).get("verifier")
+    if not isinstance(entry, dict):
+        return None
+    if name is not None:
+        entry["name_or_path"] = name
+    return entry.get("name_or_path")

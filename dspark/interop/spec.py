@@ -38,6 +38,7 @@ class TargetFacts:
     """What a drafter has to agree with: the sizes and tap kinds of the target at hand.
 
     `vocab_sizes`: rows of its tables, and those of them that are tokens where the rest is padding.
+    `folder`: where it lies, if it does.
     """
 
     name: str
@@ -45,6 +46,7 @@ class TargetFacts:
     vocab_sizes: tuple[int, ...]
     num_layers: int
     tap_kinds: tuple[str, ...]
+    folder: str | None = None
 
 
 @dataclass(frozen=True)
