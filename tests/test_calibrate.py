@@ -20,6 +20,7 @@ from dspark.runtime.confidence import collect_rounds, raw_confidence
 from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.proposal import propose
 from dspark.runtime.sampling import SamplingParams, request_generator
+from dspark_eval import step_times
 from dspark_eval.acceptance import run_eval
 from dspark_eval.calibrate import run_calibrate
 from dspark_eval.reliability import plot_reliability
@@ -55,7 +56,10 @@ def calibrated(
     shutil.copytree(pair.draft, folder / "draft")
     copy = replace(pair, draft=folder / "draft")
     out = folder / "out"
-    return copy, run_calibrate(options(copy, out=out, sglang=out / "sglang", profile=True)), out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_times, "PROMPTS", 1)
+        patch.setattr(step_times, "NEW_TOKENS", 8)
+        return copy, run_calibrate(options(copy, out=out, sglang=out / "sglang", profile=True)), out
 
 
 # ------------------------------------------------------------------ rounds and what they feed

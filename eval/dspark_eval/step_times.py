@@ -21,7 +21,7 @@ from dspark_eval.report import progress
 from dspark_eval.settings import CalibrateOptions
 
 PROMPTS = 4
-NEW_TOKENS = 64
+NEW_TOKENS = 32
 
 
 def round_costs(
