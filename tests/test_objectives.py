@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dspark.distill import loss
 from dspark.distill.fused import DraftVocabulary
 from dspark.distill.loss import LossSums, chunk_slots, distill_loss
 from dspark.distill.objective import objective as objective_of
@@ -316,6 +317,15 @@ def test_automatic_chunks_fill_a_stated_number_of_bytes() -> None:
     )  # fmt: skip
     with pytest.raises(ValueError, match="at least one slot"):
         case.sums(OBJECTIVES["all"], 0)
+
+
+def test_a_reduced_vocabulary_does_not_widen_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's logits of a chunk are over all ids, whatever the drafter's are over."""
+    asked = []
+    monkeypatch.setattr(loss, "chunk_slots", lambda width, _: asked.append(width) or 5)
+    for case in (Case(), Case(kept=6)):
+        case.sums(OBJECTIVES["deepspec"])
+    assert asked == [19, 19]
 
 
 def test_settings_reach_the_objective() -> None:

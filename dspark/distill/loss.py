@@ -158,7 +158,8 @@ def distill_loss(
         objective=objective,
     )
     weight = _named_rows(markov_head.markov_w2.weight, work.to_logits(states[:0].detach()))
-    chunk = chunk_slots(len(weight), hidden.device) if chunk is None else chunk
+    if chunk is None:  # the target's logits are the wider ones where the vocabulary is reduced
+        chunk = chunk_slots(work.to_target_logits(states[:0]).shape[-1], hidden.device)
     total, terms = fused_terms(states, codes, weight, work, chunk)
     by_term = dict(zip(TERMS, terms, strict=True))
     acceptance = (1 - by_term["l1"] / 2).clamp(0, 1)

@@ -59,7 +59,7 @@ class DraftContext:
         """
         if counts is None:
             counts = new_rows
-        wanted = [counts] * self.batch if isinstance(counts, int) else [int(c) for c in counts]
+        wanted = [counts] * self.batch if isinstance(counts, int) else counts.tolist()
         if len(wanted) != self.batch or not all(0 <= count <= new_rows for count in wanted):
             raise ValueError(f"counts {wanted}: {self.batch} numbers in 0..{new_rows} expected")
         for length, count in zip(self.row_lengths, wanted, strict=True):

@@ -120,6 +120,8 @@ class DSparkDrafter(nn.Module):
         kept = context.counts(rows, counts)
         if not any(kept):
             return
+        features = features[:, : max(kept)]
+        rows = features.shape[1]
         if min(kept) < rows:
             # Nothing beyond a count is used, but some of it is computed: keep it finite.
             device = features.device
