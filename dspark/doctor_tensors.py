@@ -5,8 +5,9 @@
     zero bias    w2 of the sequential head is all zero, where it starts
     constant     all numbers of a tensor are one number
     fresh        a matrix whose mean, variance and fourth moment are those of a normal draw with a
-                 standard deviation that fresh weights have: n^-1/2 of its fan-in n, half of it into
-                 the residual stream, 0.02, or 1 for the table of the sequential head
+                 standard deviation that fresh weights have: 0.02, n^-1/2 of its fan-in n, or half
+                 of it into the residual stream (a table of the sequential head that started at 1
+                 is a random code that may stay one, and is let be)
 
 A drafter with such tensors loads, runs and accepts next to nothing. The last rule is a statistic:
 within five standard errors of all three moments, which a trained matrix leaves after a few steps,
@@ -95,7 +96,7 @@ def _fresh_stds(name: str, tensor: Tensor) -> list[float]:
     if tensor.ndim != 2:
         return []
     if name == W1:
-        return [1.0, INIT_STD]
+        return [INIT_STD]
     fan_in = float(tensor.shape[1] ** -0.5)
     residual = any(part in name for part in RESIDUAL_OUTPUTS)
     return [fan_in * (0.5 if residual else 1.0), INIT_STD]

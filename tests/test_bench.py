@@ -16,9 +16,10 @@ from dspark.draft.config import TargetRecord
 from dspark.errors import UserError
 from dspark.runtime.records import Generation, RoundRecord
 from dspark_eval import speed
-from dspark_eval.bench import _require_proposals, run_bench
+from dspark_eval.bench import run_bench
 from dspark_eval.document import RUN_KEYS
 from dspark_eval.mismatches import find_mismatches, first_divergence
+from dspark_eval.lengths import require_proposals
 from dspark_eval.pair import check_draft_length, load_pair
 from dspark_eval.settings import BenchOptions
 from dspark_eval.speed import PromptTimings
@@ -139,9 +140,9 @@ def test_plain_decoding_that_was_not_measured_is_null():
 def test_a_drafter_that_never_proposes_is_an_error():
     silent = PromptTimings(5, [plain_answer(5, 1.0)], [fast_answer(4, 0, 0, 1.0)])
     with pytest.raises(UserError, match="never proposed"):
-        _require_proposals([silent], "runs/mine")
+        require_proposals([silent], "runs/mine")
     with pytest.raises(UserError, match="no round"):
-        _require_proposals([PromptTimings(5, [plain_answer(1, 0.0)], [plain_answer(1, 0.0)])], "x")
+        require_proposals([PromptTimings(5, [plain_answer(1, 0.0)], [plain_answer(1, 0.0)])], "x")
 
 
 def test_first_divergence():

@@ -22,7 +22,7 @@ from tests.tiny_pair import BLOCK_SIZE, TinyPair, write_pair
 EVALUATION_KEYS = {
     "n_rounds", "prompts_available", "prompts_sha256", "prefix_survival",
     "accepted_length_percentiles", "loop_share", "accepted_length_without_loops",
-    "context_buckets", "finished_share", "exact_answers", "confidence",
+    "context_buckets", "warnings", "finished_share", "exact_answers", "confidence",
 }  # fmt: skip
 
 

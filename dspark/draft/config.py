@@ -35,15 +35,15 @@ class TargetRecord:
     Attributes:
         name: Name or path the target was loaded by.
         tokenizer_hash: SHA-256 (hex) of the tokenizer's vocabulary, or None where unknown.
-        template_hash: SHA-256 (hex) of the chat template the training rows were rendered with,
-            thinking switch included.
-        thinking: Whether that switch was on, or None where unknown.
+        template_hash: SHA-256 (hex) of the chat template of its rows, thinking switch included.
+        thinking, row_length: That switch, and the most tokens a row had; None where unknown.
     """
 
     name: str
     tokenizer_hash: str | None = None
     template_hash: str | None = None
     thinking: bool | None = None
+    row_length: int | None = None
 
 
 @dataclass(frozen=True)

@@ -257,7 +257,10 @@ def record_from_dict(raw: Any) -> TargetRecord | None:
     thinking = raw.get("thinking")
     if not all(item is None or isinstance(item, str) for item in hashes):
         raise ValueError("target: tokenizer_hash, template_hash: a string or null was expected")
-    if thinking not in (None, True, False):
+    length = raw.get("row_length")
+    if length is not None and (not _is_int(length) or length < 1):
+        raise ValueError(f"target.row_length: {length!r} given, a length or null was expected")
+    if thinking is not None and not isinstance(thinking, bool):
         raise ValueError(f"target.thinking: {thinking!r} given, true, false or null was expected")
     known: dict[str, Any] = {field.name: raw.get(field.name) for field in fields(TargetRecord)}
     return TargetRecord(**known)

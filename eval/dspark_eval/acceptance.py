@@ -7,7 +7,7 @@ the topic of a prompt moves accepted length more than most changes to a drafter 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,14 +20,17 @@ from dspark.runtime.records import Generation, RoundRecord
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
 from dspark_eval.document import SCHEMA_VERSION, run_document
+from dspark_eval.lengths import long_contexts, require_proposals
 from dspark_eval.pair import Pair, load_pair
 from dspark_eval.report import print_eval, progress
 from dspark_eval.settings import EvalOptions
-from dspark_eval.speed import Decode, PromptTimings, hash_tokens, summarize
+from dspark_eval.speed import PromptTimings, hash_tokens, summarize
 from dspark_eval.suites import Suite, load_suites
 
 EVAL_FILE = "eval.json"
 PLOT_FILE = "acceptance.png"
+SANE = 0.5
+"""Share of exact answers below which a target in a long context is said to have lost its way."""
 
 
 def run_eval(options: EvalOptions) -> dict[str, Any]:
@@ -54,11 +57,10 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
 def eval_pair(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> dict[str, Any]:
     """The JSON document for a pair that is loaded already: the setting, then each set by name."""
     sampling = options.sampling()
-    decode = pair.speculative(sampling, options.max_new_tokens)
     results = {}
     for suite in suites:
         with progress(f"eval {suite.name}", len(suite.rows), options.quiet) as advance:
-            results[suite.name] = _eval_suite(pair, suite, decode, options, advance)
+            results[suite.name] = _eval_suite(pair, suite, options, advance)
     few = [f"{s.name}: {w}" for s in suites for w in metrics.sample_size_warnings(len(s.rows))]
     return {
         "schema_version": SCHEMA_VERSION,
@@ -71,7 +73,9 @@ def eval_pair(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> dict
         "warnings": [
             *pair.warnings,
             *_confidence_warnings(pair, sampling),
+            *_sense_warnings(suites, results),
             *(note for s in suites for note in s.notes),
+            *(f"{name}: {text}" for name, suite in results.items() for text in suite["warnings"]),
             *few,
         ],
     }
@@ -86,17 +90,30 @@ def _confidence_warnings(pair: Pair, sampling: SamplingParams) -> list[str]:
     return [] if said is None else [said]
 
 
+def _sense_warnings(suites: Sequence[Suite], results: Mapping[str, Any]) -> Iterator[str]:
+    """Long contexts in which the target itself has lost its way."""
+    for suite in suites:
+        exact = results[suite.name]["exact_answers"]
+        if suite.context is not None and exact is not None and exact < SANE:
+            yield (
+                f"{suite.name}: the target itself gets {100 * exact:.0f} % of these right; "
+                "accepted length there is that of text the target makes no sense of"
+            )
+
+
 def _eval_suite(
-    pair: Pair, suite: Suite, decode: Decode, options: EvalOptions, advance: Callable[[], None]
+    pair: Pair, suite: Suite, options: EvalOptions, advance: Callable[[], None]
 ) -> dict[str, Any]:
     """The keys of a bench run, what concerns plain decoding null, and the keys of an evaluation."""
     prompts = pair.prompt_ids(suite)
+    decode = pair.speculative_after(prompts, options.sampling(), options.max_new_tokens)
     timings = [PromptTimings(len(prompt)) for prompt in prompts]
     for index, (prompt, entry) in enumerate(zip(prompts, timings, strict=True)):
         answer = decode(prompt, options.seed + index)
         metrics.check_generation(answer)
         entry.speculative.append(answer)
         advance()
+    require_proposals(timings, pair.drafter_name)
     answers = [entry.speculative[0] for entry in timings]
     by_prompt = [answer.rounds for answer in answers]
     buckets = metrics.context_buckets([entry.prompt_length for entry in timings], by_prompt)
@@ -116,6 +133,7 @@ def _eval_suite(
         "loop_share": metrics.loop_share([answer.tokens for answer in answers]),
         "accepted_length_without_loops": metrics.accepted_length_without_loops(answers),
         "context_buckets": [asdict(bucket) for bucket in buckets],
+        "warnings": long_contexts(pair, timings),
         "finished_share": sum(answer.finish == "end" for answer in answers) / len(answers),
         "exact_answers": exact_answers(pair, suite, answers),
         "confidence": confidence_report(pair, options.sampling(), by_prompt),

@@ -23,6 +23,7 @@ from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.target import Target
 from dspark_eval import metrics
 from dspark_eval.document import run_document
+from dspark_eval.lengths import long_contexts, require_proposals
 from dspark_eval.mismatches import find_mismatches
 from dspark_eval.pair import Pair, load_pair
 from dspark_eval.report import print_bench, progress
@@ -99,7 +100,7 @@ def _run_setting(
 ) -> dict[str, Any]:
     """Warm up, measure and summarise one sampling setting."""
     timings = _measure_setting(pair, prompts, options, sampling, peer)
-    _require_proposals(timings, pair.drafter_name)
+    require_proposals(timings, pair.drafter_name)
     mismatches = find_mismatches(pair.target, prompts, timings) if sampling.greedy else None
     few = metrics.sample_size_warnings(len(prompts))
     return {
@@ -122,7 +123,7 @@ def _run_setting(
             **details(timings, seed=options.seed),
             "mismatches": None if mismatches is None else [asdict(m) for m in mismatches],
             "peer": None if peer is None else summarize_peer(timings, peer, seed=options.seed),
-            "warnings": [*suite.notes, *pair.warnings, *few],
+            "warnings": [*suite.notes, *pair.warnings, *long_contexts(pair, timings), *few],
         },
     }
 
@@ -152,15 +153,4 @@ def _measure_setting(
             seed=options.seed,
             peer=peer,
             advance=advance,
-        )
-
-
-def _require_proposals(timings: Sequence[PromptTimings], drafter: str) -> None:
-    """A speed measured without a single proposal is plain decoding under another name."""
-    if not any(timing.rounds for timing in timings):
-        raise UserError("no round was measured: every answer ended with its first token")
-    if not any(record.drafted for timing in timings for record in timing.rounds):
-        raise UserError(
-            f"{drafter}: the drafter never proposed a token, so there is no speed to report; "
-            "with more --max-new-tokens there is room for a draft"
         )

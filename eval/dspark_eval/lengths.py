@@ -1,0 +1,46 @@
+"""What makes a measured number mean less than it seems: nothing drafted, or texts too long.
+
+A drafter that proposes nothing decodes at plain speed under another name. Beyond the rows that it
+was trained on, what it learnt of positions and of far states ends, and acceptance may fall without
+any error; a mean over short and long texts hides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dspark.errors import UserError
+from dspark_eval import metrics
+from dspark_eval.pair import Pair
+from dspark_eval.speed import PromptTimings
+
+
+def require_proposals(timings: Sequence[PromptTimings], drafter: str) -> None:
+    """Raises UserError if no round was run, or none of them drafted a token."""
+    if not any(timing.rounds for timing in timings):
+        raise UserError("no round was measured: every answer ended with its first token")
+    if not any(record.drafted for timing in timings for record in timing.rounds):
+        raise UserError(
+            f"{drafter}: the drafter never proposed a token, so there is no speed to report; "
+            "with more --max-new-tokens there is room for a draft"
+        )
+
+
+def long_contexts(pair: Pair, timings: Sequence[PromptTimings]) -> list[str]:
+    """A sentence if some rounds stood beyond the drafter's training length, with both figures."""
+    trained_on = pair.drafter.config.target
+    limit = trained_on.row_length if trained_on else None
+    if limit is None:
+        return []
+    lengths = [timing.prompt_length for timing in timings for _ in timing.speculative]
+    rounds = [answer.rounds for timing in timings for answer in timing.speculative]
+    buckets = {b.low: b for b in metrics.context_buckets(lengths, rounds, (limit,))}
+    if limit not in buckets:
+        return []
+    total = sum(bucket.rounds for bucket in buckets.values())
+    within = f", {buckets[0].accepted_length:.2f} within" if 0 in buckets else ""
+    return [
+        f"{buckets[limit].rounds} of {total} rounds stand beyond the {limit} tokens that the "
+        f"drafter was trained on: accepted length {buckets[limit].accepted_length:.2f} there"
+        f"{within}"
+    ]
