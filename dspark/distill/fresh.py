@@ -63,6 +63,7 @@ def new_drafter(
                 tokenizer_fingerprint(tokenizer),
                 chat.fingerprint,
                 chat.thinking,
+                config.data.max_length,
             ),
             **_backbone_fields(config),
         )
