@@ -182,9 +182,11 @@ def _fit_features(
 ) -> None:
     """fc and the norms of features and output."""
     width, eps = uncut.config.hidden_size, uncut.config.rms_norm_eps
-    reads = [torch.cat(seen.reads) for seen in views]
-    wanted = torch.stack([F.rms_norm(read, (width,), None, eps) for read in reads]).mean(0)
-    taps = torch.cat(view.taps).unflatten(-1, (-1, width))  # [n, N, D]
+    reads = torch.stack([torch.cat(seen.reads) for seen in views])  # [L, n, D]
+    wanted = F.rms_norm(reads, (width,), None, eps).mean(0)
+    # the scale of a token's feature means nothing, it is normed: compare at that of the reads
+    size = reads.square().mean(-1).sqrt().mean(0)
+    taps = torch.cat(view.taps).unflatten(-1, (-1, width)) / size[:, None, None]  # [n, N, D]
     columns = taps.transpose(1, 2).flatten(0, 1)  # [n*D, N]
     weights = ridge(columns, wanted.flatten()[:, None], 1e-6)[:, 0]
     identity = torch.eye(width, device=taps.device)
@@ -249,7 +251,7 @@ def _order_channels(mixer: DraftKDA, seen: LayerView, mix: Tensor) -> list[int]:
     columns = mixer.o_proj.weight.square().sum(0).view(heads, width)
     energy = (mix.square().mean(0).view(heads, width) * columns).sum(0)
     values = energy.argsort(descending=True, stable=True)
-    keys = key_energy(mixer, seen).argsort(-1, descending=True, stable=True)
+    keys = key_energy(mixer, seen).argsort(dim=-1, descending=True, stable=True)
     base = torch.arange(heads, device=keys.device)[:, None] * width
     by_key, by_value = (base + keys).flatten(), (base + values).flatten()
     for name in ("q_proj", "k_proj", "f_b_proj", "q_conv1d", "k_conv1d"):

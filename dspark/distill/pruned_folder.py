@@ -15,8 +15,9 @@ from typing import Any
 
 from dspark.distill.disk import writing
 from dspark.draft.calibration import CALIBRATION_FILE
-from dspark.draft.checkpoint import CONFIG_FILE, WEIGHTS_FILE, save_drafter
+from dspark.draft.checkpoint import save_drafter
 from dspark.draft.config import DraftConfig
+from dspark.draft.folder import CONFIG_FILE, WEIGHTS_FILE
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, json_text, read_json
