@@ -37,6 +37,9 @@ def study(
         bool,
         typer.Option("--equal-seconds", help="Every arm trains as long as the reference."),
     ] = False,
+    long: Annotated[
+        int, typer.Option(help="Also ask so many prompts behind contexts of up to 16k tokens.")
+    ] = 0,
     as_json: PrintJson = False,
 ) -> None:
     """Compare drafters: short runs that differ in one thing, at equal rows and parameters."""
@@ -58,9 +61,11 @@ def study(
         overrides=parse_settings(settings),
         contexts=tuple(contexts or ()),
         equal_seconds=equal_seconds,
+        long=long,
     )
+    from dspark_eval.study.markdown import markdown
     from dspark_eval.study.runs import run_study
-    from dspark_eval.study.table import build_table, markdown
+    from dspark_eval.study.table import build_table
 
     run_study(plan, lambda line: typer.echo(line, err=True))
     table = build_table(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +21,7 @@ from dspark.runtime.k3_target import load_target
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.target import Target
+from dspark_eval.long_context import prompts_in_context, speculative_after
 from dspark_eval.settings import BenchOptions, CalibrateOptions, EvalOptions
 from dspark_eval.speed import Decode
 from dspark_eval.suites import Suite
@@ -41,10 +43,10 @@ class Pair:
 
         Raises `UserError` with file and line where the chat template refuses a conversation.
         """
-        ids = []
+        ids, place = [], prompts_in_context(self.chat, suite.context)
         for row in suite.rows:
             try:
-                ids.append(self.chat.prompt_ids(row.prompt))
+                ids.append(place(row.prompt))
             except RowError as problem:
                 raise UserError(f"{row.file}:{row.line}: {problem}; fix or drop the line") from None
         return ids
@@ -55,6 +57,19 @@ class Pair:
             plain_generate, self.target, max_new_tokens=max_new_tokens, sampling=sampling
         )
         return lambda prompt, seed: generate(prompt, seed=seed)
+
+    def speculative_after(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, max_new_tokens: int
+    ) -> Decode:
+        """`speculative` for these prompts alone: a long beginning that all share is read once."""
+        return speculative_after(
+            self.target,
+            self.drafter,
+            prompts,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            draft_length=self.draft_length,
+        )
 
     def speculative(self, sampling: SamplingParams, max_new_tokens: int) -> Decode:
         """Draft and verify, with the draft length of this pair."""

@@ -5,13 +5,16 @@ decides how much of a draft is accepted: word problems with a worked solution, a
 instructions, told apart by the family each row names. A third set is written on the spot, as large
 as asked for: the validation split that its generator keeps apart from training and test. It is for
 fitting, so that what ships stays unseen until it is measured.
+
+`nano-long` and `nano-padded` ask the shipped problems behind long contexts (`long_context.py`): a
+set for each length, of the same questions.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dspark.assets import asset
@@ -20,6 +23,7 @@ from dspark.distill.prompts import PromptRow, read_prompts
 from dspark.errors import UserError
 from dspark.nano.generate import row as nano_row
 from dspark.nano.instructions import FAMILIES as INSTRUCTIONS
+from dspark_eval.long_context import CHAT, LENGTHS, PADDED, LongContext
 
 _NANO_FILE = "prompts/test.jsonl"
 
@@ -37,22 +41,29 @@ _NANO_SETS: dict[str, Callable[[PromptRow], bool]] = {
     "nano-instructions": _is_instruction,
 }
 VALIDATION = "nano-validation"
-SUITE_NAMES = ("nano", *_NANO_SETS, VALIDATION)
+_LONG_SETS = {
+    name: {f"{name}-{tokens}": LongContext(kind, tokens) for tokens in LENGTHS}
+    for name, kind in (("nano-long", CHAT), ("nano-padded", PADDED))
+}
+_LONG = {name: context for contexts in _LONG_SETS.values() for name, context in contexts.items()}
+SUITE_NAMES = ("nano", *_NANO_SETS, VALIDATION, *_LONG_SETS)
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Prompts that are reported together, how many rows they were drawn from, and what the
-    reader of the file had to say (skipped lines)."""
+    """Prompts that are reported together, how many rows they were drawn from, what the reader of
+    the file had to say (skipped lines), and what stands before each prompt."""
 
     name: str
     rows: tuple[PromptRow, ...]
     available: int
     notes: tuple[str, ...] = ()
+    context: LongContext | None = None
 
 
 def load_suites(name: str | Path, *, n_prompts: int, seed: int) -> list[Suite]:
-    """The sets behind a suite name ("nano" is two) or the one in a JSONL file.
+    """The sets behind a suite name ("nano" is two, "nano-long" one for each length) or the one in
+    a JSONL file.
 
     At most `n_prompts` rows of each, drawn without replacement by `seed`: files tend to be sorted
     by topic, so the first rows of one are no sample of it.
@@ -61,6 +72,10 @@ def load_suites(name: str | Path, *, n_prompts: int, seed: int) -> list[Suite]:
     """
     if str(name) == VALIDATION:
         return [_validation(n_prompts, seed)]
+    if str(name) in _LONG_SETS or str(name) in _LONG:
+        contexts = _LONG_SETS.get(str(name)) or {str(name): _LONG[str(name)]}
+        (asked,) = load_suites("nano-problems", n_prompts=n_prompts, seed=seed)
+        return [replace(asked, name=label, context=found) for label, found in contexts.items()]
     if str(name) in SUITE_NAMES:
         rows = read_prompts([asset(_NANO_FILE)], strict=True).rows
         wanted = _NANO_SETS if name == "nano" else {str(name): _NANO_SETS[str(name)]}

@@ -26,6 +26,7 @@ from dspark.files import atomic_write_json, atomic_write_text, read_json
 from dspark.runtime.k3_target import LoadedTarget, load_target
 from dspark_eval.study.arms import Arm, Settings
 from dspark_eval.study.drafting import DRAFTING_FILE
+from dspark_eval.study.long import LONG_FILE
 from dspark_eval.study.measure import MEASURE_FILE
 from dspark_eval.study.plan import Plan
 from dspark_eval.study.processes import Devices, call_module, together, visible_gpus
@@ -93,6 +94,7 @@ def run_study(plan: Plan, say: Say) -> Path:
     ]
     say(f"{len(pending)} runs, {plan.jobs} at a time")
     together(pending, plan.jobs)
+    _measure_long(runs)
     _time_drafts(runs)
     return plan.out
 
@@ -218,6 +220,27 @@ def _run(runs: _Runs, settings: Settings, arm: Arm, seed: int) -> None:
     runs.measure("measure", folder, plan.draft_length, plan.prompts)
     tau = read_json(folder / MEASURE_FILE)["results"][0]["accepted_length"]
     runs.say(f"{arm.name} seed {seed}: accepted length {tau:.3f}")
+
+
+def _measure_long(runs: _Runs) -> None:
+    """Every run in contexts longer than its rows, where `--long` asks for it."""
+    plan = runs.plan
+    folders = [
+        run_folder(plan.out, arm.name, seed) for arm in plan.study.arms for seed in plan.seeds
+    ]
+    pending = [
+        partial(runs.measure, "long", folder, plan.draft_length, plan.long)
+        for folder in folders
+        if plan.long and _long_prompts(folder) != plan.long
+    ]
+    if pending:
+        runs.say(f"{len(pending)} runs in long contexts")
+        together(pending, plan.jobs)
+
+
+def _long_prompts(folder: Path) -> int | None:
+    path = folder / LONG_FILE
+    return read_json(path)["prompts"] if path.is_file() else None
 
 
 def _time_drafts(runs: _Runs) -> None:

@@ -21,6 +21,8 @@ from dspark.errors import UserError
 from dspark.files import atomic_write_json, atomic_write_text, read_json
 from dspark_eval import metrics
 from dspark_eval.study.drafting import DRAFTING_FILE
+from dspark_eval.study.long import LONG_FILE
+from dspark_eval.study.markdown import markdown
 from dspark_eval.study.measure import MEASURE_FILE
 from dspark_eval.study.runs import STUDY_FILE, run_folder
 
@@ -72,7 +74,7 @@ def _read_run(out: Path, arm: str, seed: int) -> dict[str, Any] | None:
     if not (folder / MEASURE_FILE).is_file():
         return None
     last = read_json(folder / "training.json")[-1]
-    timed = folder / DRAFTING_FILE
+    timed, long = folder / DRAFTING_FILE, folder / LONG_FILE
     return {
         "seed": seed,
         **read_json(folder / MEASURE_FILE),
@@ -80,6 +82,7 @@ def _read_run(out: Path, arm: str, seed: int) -> dict[str, Any] | None:
         "steps": last["step"],
         "train_s": last["train_s"],
         "drafting": read_json(timed) if timed.is_file() else None,
+        "long": read_json(long) if long.is_file() else None,
     }
 
 
@@ -110,6 +113,7 @@ def _row(
         )
     held_out = [run["teacher_forced"]["accepted_length"] for run in runs]
     timed = [run["drafting"] for run in runs if run["drafting"]]
+    long = [run["long"]["results"] for run in runs if run["long"]]
     return {
         "arm": arm["name"],
         "note": arm["note"],
@@ -120,6 +124,7 @@ def _row(
         "teacher_forced_accepted_length": float(np.mean(held_out)),
         "results": settings,
         "drafting": timed[0] if timed else None,
+        "long": _long_row(long) if long else None,
     }
 
 
@@ -141,95 +146,26 @@ def paired_ratio(
     return {"value": float(ratio(rows.sum(0))), "low": low, "high": high}
 
 
+def _long_row(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Per context of the runs that were measured there: the mean over seeds, and each seed."""
+    rows = []
+    for entries in zip(*runs, strict=True):
+        each = [entry["accepted_length"] for entry in entries]
+        rows.append(
+            {
+                "context": entries[0]["context"],
+                "tokens": entries[0]["tokens"],
+                "prompts": len(entries[0]["rounds"]),
+                "exact_answers": entries[0]["exact_answers"],
+                "accepted_length": float(np.mean(each)),
+                "accepted_length_per_seed": each,
+            }
+        )
+    return rows
+
+
 def _mean_lists(lists: Sequence[Sequence[float | None]]) -> list[float | None]:
     width = min(map(len, lists))
     columns = [[values[k] for values in lists] for k in range(width)]
     known = [[value for value in column if value is not None] for column in columns]
     return [float(np.mean(column)) if column else None for column in known]
-
-
-# ------------------------------------------------------------------ as text
-
-
-def markdown(document: dict[str, Any]) -> str:
-    """The table as Markdown, with its protocol above it."""
-    first = document["rows"][0]["results"]
-    heads = [f"{r['suite'].removeprefix('nano-')}, T = {r['temperature']:g}" for r in first]
-    seeds = len(document["seeds"])
-    lines = [
-        f"# {document['question']}",
-        "",
-        f"{_duration(document)} on the same rows, {seeds} seed(s), draft length "
-        f"{document['draft_length']}, {document['prompts']} held-out prompts of each set decoded "
-        "for real. Accepted length: mean over seeds (lowest to highest), pooled over prompts, the "
-        f"bonus token included. Ratio: against `{document['reference']}` on {heads[0]}, 95 % "
-        "paired bootstrap over prompts. Conditional acceptance at positions 1 to "
-        f"{document['draft_length']} is of {heads[0]}.",
-        "",
-        "| arm | parameters | steps | seconds | "
-        + " | ".join(heads)
-        + " | ratio [95 %] | conditional acceptance |",
-        "|---|---|---|---|" + "---|" * len(heads) + "---|---|",
-    ]
-    lines += [_markdown_row(row) for row in document["rows"]]
-    if document["missing"]:
-        lines += ["", f"Not measured yet: {', '.join(document['missing'])}."]
-    return "\n".join(lines + _drafting_table(document["rows"])) + "\n"
-
-
-def _duration(document: dict[str, Any]) -> str:
-    if document["equal_seconds"]:
-        return f"As many seconds as {document['steps']} steps of `{document['reference']}` take,"
-    return f"{document['steps']} steps"
-
-
-def _markdown_row(row: dict[str, Any]) -> str:
-    cells = [row["arm"], f"{row['parameters'] / 1e6:.3f} M", f"{row['steps']}"]
-    cells.append(f"{row['train_s']:.0f}")
-    for result in row["results"]:
-        each = result["accepted_length_per_seed"]
-        spread = f" ({min(each):.2f} to {max(each):.2f})" if len(each) > 1 else ""
-        cells.append(f"{result['accepted_length']:.3f}{spread}")
-    ratio = row["results"][0]["ratio"]
-    cells.append("1" if ratio is None else _ratio_text(ratio))
-    rates = row["results"][0]["conditional_acceptance"]
-    cells.append(" ".join("-" if rate is None else f"{rate:.2f}" for rate in rates))
-    return "| " + " | ".join(cells) + " |"
-
-
-def _ratio_text(ratio: dict[str, Any]) -> str:
-    if ratio["low"] is None:
-        return f"{ratio['value']:.3f}"
-    return f"{ratio['value']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
-
-
-def _drafting_table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Cost of one draft by context, where it was measured."""
-    timed = [row for row in rows if row["drafting"]]
-    if not timed:
-        return []
-    contexts = [entry["context"] for entry in timed[0]["drafting"]]
-    lines = [
-        "",
-        "One draft, float32, one CPU thread: milliseconds (median), and MB read (weights, markov "
-        "map, LM head, context) after a context of as many tokens.",
-        "",
-        "| arm | " + " | ".join(f"{_short(c)}: ms" for c in contexts)
-        + " | " + " | ".join(f"{_short(c)}: MB" for c in contexts) + " |",
-        "|---|" + "---|" * (2 * len(contexts)),
-    ]  # fmt: skip
-    for row in timed:
-        times = [f"{entry['draft_ms']:.2f}" for entry in row["drafting"]]
-        reads = [
-            f"{(entry['weight_bytes'] + entry['context_bytes']) / 1e6:.2f}"
-            for entry in row["drafting"]
-        ]
-        lines.append("| " + " | ".join([row["arm"], *times, *reads]) + " |")
-    return lines
-
-
-def _short(tokens: int) -> str:
-    for unit, name in ((2**20, "M"), (2**10, "k")):
-        if tokens % unit == 0:
-            return f"{tokens // unit}{name}"
-    return str(tokens)

@@ -1,0 +1,159 @@
+"""Questions behind a context longer than any row that a drafter was trained on.
+
+The same questions are asked after n tokens of context of two kinds:
+
+    chat     earlier turns of one chat: questions and worked answers of the generator's validation
+             split, as many whole turns as it takes to reach n tokens
+    padded   the text's first token n times, then the question as ever
+
+Earlier turns are what a chat has, but the shipped target was trained on single questions and gets
+wrong nearly all answers after even one; repeated first tokens it reads unharmed. So `chat` tells
+how a drafter follows a target in text that neither knows, `padded` what length alone does. Exact
+answers stand beside every figure.
+
+All prompts of such a set begin alike. What they share is read once; each prompt then starts from a
+copy of the filled cache and context, as if it had been read from the start.
+"""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from typing import Any, cast
+
+import torch
+
+from dspark.distill.chat import ChatFormat
+from dspark.distill.messages import Message
+from dspark.nano.generate import row as nano_row
+from dspark.runtime.decode import SpeculativeDecoder
+from dspark.runtime.prefill import PREFILL_CHUNK
+from dspark.runtime.proposal import Drafter
+from dspark.runtime.records import Generation
+from dspark.runtime.sampling import SamplingParams
+from dspark.runtime.target import Target
+
+CHAT, PADDED = "chat", "padded"
+LENGTHS = (512, 2048, 8192, 16384)
+SHORTEST_SHARED = 256
+"""Prompts that share less are read one by one: a copy is not worth it."""
+
+_PROBE = (Message(role="user", content="?"),)
+
+
+@dataclass(frozen=True)
+class LongContext:
+    """What stands before each question: `tokens` tokens (chat: at least) of a kind."""
+
+    kind: str
+    tokens: int
+
+
+def prompts_in_context(
+    chat: ChatFormat, context: LongContext | None
+) -> Callable[[Sequence[Message]], list[int]]:
+    """A function from a prompt to its ids behind the context; it raises what `prompt_ids` does."""
+    if context is None:
+        return chat.prompt_ids
+    if context.kind == CHAT:
+        turns = earlier_turns(chat, context.tokens)
+        return lambda prompt: chat.prompt_ids((*turns, *prompt))
+
+    def padded(prompt: Sequence[Message]) -> list[int]:
+        ids = chat.prompt_ids(prompt)
+        return ids[:1] * context.tokens + ids
+
+    return padded
+
+
+def earlier_turns(chat: ChatFormat, tokens: int) -> tuple[Message, ...]:
+    """The fewest turns whose question and worked answer are `tokens` tokens or more together."""
+    alone = len(chat.prompt_ids(_PROBE))
+    turns: list[Message] = []
+
+    def length(pairs: int) -> int:
+        while len(turns) < 2 * pairs:
+            turns.extend(
+                Message(role=turn["role"], content=turn["content"])
+                for turn in nano_row(0, len(turns) // 2, "validation").messages
+            )
+        return len(chat.prompt_ids((*turns[: 2 * pairs], *_PROBE))) - alone
+
+    most = 0 if tokens == 0 else 1
+    while length(most) < tokens:
+        most *= 2
+    pairs = bisect_left(range(most + 1), tokens, key=length)
+    return tuple(turns[: 2 * pairs])
+
+
+# ------------------------------------------------------------------ one reading for all prompts
+
+
+def shared_length(prompts: Sequence[Sequence[int]]) -> int:
+    """Leading tokens that all prompts have in common, each keeping one of its own at least."""
+    most = min(map(len, prompts)) - 1
+    columns = zip(*(prompt[:most] for prompt in prompts), strict=True)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+
+
+def speculative_after(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: SamplingParams,
+    draft_length: int,
+) -> Callable[[list[int], int], Generation]:
+    """Draft and verify for these prompts and no others: (prompt, seed) to an answer."""
+    shared = shared_length(prompts)
+    generate: Callable[..., Generation]
+    if shared < SHORTEST_SHARED:
+        shared, decoder = 0, SpeculativeDecoder(target, drafter)
+    else:
+        room = max(map(len, prompts)) + max_new_tokens
+        cache, context = _read(target, drafter, prompts[0][:shared], room)
+        decoder = SpeculativeDecoder(
+            cast(Target, _Filled(target, "new_cache", cache)),
+            cast(Drafter, _Filled(drafter, "new_context", context)),
+        )
+    generate = partial(
+        decoder.generate,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        draft_length=draft_length,
+    )
+    return lambda prompt, seed: generate(prompt[shared:], seed=seed)
+
+
+@torch.inference_mode()
+def _read(target: Target, drafter: Drafter, tokens: Sequence[int], room: int) -> tuple[Any, Any]:
+    """Cache and draft context after `tokens`, with room for so many in all."""
+    cache, context = target.new_cache(1, room), drafter.new_context(1, room)
+    ids = torch.tensor([list(tokens)], dtype=torch.int64, device=target.device)
+    for rows in ids.split(PREFILL_CHUNK, dim=1):
+        out = target.forward(rows, cache, taps=drafter.taps, commit=True)
+        if out.taps is not None:
+            drafter.extend(context, out.taps)
+    return cache, context
+
+
+class _Filled:
+    """A target or drafter whose new caches or contexts are copies of a filled one."""
+
+    def __init__(self, inner: Any, maker: str, filled: Any) -> None:
+        self._inner = inner
+        self._filled = filled
+        setattr(self, maker, self._copy)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def _copy(self, batch: int, max_length: int) -> Any:
+        """The filled one again; what it holds of the weights is not copied along."""
+        weights = getattr(self._filled, "weights", None)
+        return copy.deepcopy(self._filled, {} if weights is None else {id(weights): weights})
