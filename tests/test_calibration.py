@@ -212,7 +212,7 @@ BAD = {
     "schema_version: True given": {"schema_version": True},
     "calibrated: False given, True was expected with 2": {"calibrated": False},
     "settings: a list was": {"settings": None},
-    "confidence_per_slot: a list of 3": {"confidence_per_slot": [0.5, 0.5]},
+    "confidence_per_slot: a list of 3": {"confidence_per_slot": None},
     "acceptance_per_slot: a list of 3": {"acceptance_per_slot": [0.5] * 4},
     "acceptance_per_slot: a list of 3 numbers": {"acceptance_per_slot": "0.5"},
     "confidence_per_slot: 1.5 given": {"confidence_per_slot": [0.5, 1.5, 0.5]},
