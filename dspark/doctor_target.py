@@ -117,8 +117,8 @@ def examine_target(
     rows = read_prompts([asset("prompts/test.jsonl")], strict=True).rows
     chosen = rows[:: len(rows) // PROMPTS][:PROMPTS]
     prompts = [chat.prompt_ids(row.prompt) for row in chosen]
-    trials = _try_ways(drafter, target, prompts)
-    findings += _better_ways(trials)
+    trials = try_ways(drafter, target, prompts)
+    findings += better_ways(trials)
     return TargetReport(target.name, tuple(findings), tuple(trials))
 
 
@@ -154,7 +154,7 @@ def _same_reading(drafter: DSparkDrafter, golden: Golden | None, target: Target)
     ]
 
 
-def _try_ways(
+def try_ways(
     drafter: DSparkDrafter, target: Target, prompts: Sequence[Sequence[int]]
 ) -> list[Trial]:
     """The recorded way first, then the other slot layout, then the other tap kinds."""
@@ -191,7 +191,8 @@ def _try(
     return Trial(kind, layout, recorded, length, len(rounds))
 
 
-def _better_ways(trials: Sequence[Trial]) -> list[str]:
+def better_ways(trials: Sequence[Trial]) -> list[str]:
+    """A sentence if another way is accepted clearly more than the recorded one, the first."""
     recorded = trials[0]
     best = max(trials, key=lambda trial: trial.accepted_length)
     if best.accepted_length < CLEARLY * recorded.accepted_length:

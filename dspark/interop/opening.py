@@ -135,7 +135,8 @@ def _foreign(
     own: ValueError,
 ) -> tuple[Reading, Format, tuple[str, ...]]:
     """Read another tool's layout. Raises ValueError: `own`, for a file of ours that is wrong."""
-    if "layer_id_origin" in raw and not str(own).startswith("architectures:"):
+    nested = "transformer_layer_config" in raw
+    if "layer_id_origin" in raw and not nested and not str(own).startswith("architectures:"):
         raise own
     found = format_of(raw, None)
     foreign = why_foreign(theirs)
