@@ -266,7 +266,9 @@ class ChatFormat:
             raise RowError("template-refused", str(problem)) from problem
 
     def _encode(self, text: str) -> list[int]:
-        return cast(list[int], self.tokenizer.encode(text, add_special_tokens=False))
+        # not verbose: how long a text the target reads is not for the tokenizer to say
+        ids = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return cast(list[int], ids)
 
 
 def chat_formats(
