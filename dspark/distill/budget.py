@@ -58,7 +58,7 @@ class Budget:
         return self.value * whole if self.relative else self.value
 
     def __str__(self) -> str:
-        number = f"{100 * self.value:g}%" if self.relative else f"{self.value:g}"
+        number = f"{100 * self.value:g}%" if self.relative else f"{self.value:.12g}"
         return f"{self.kind}={number}"
 
 

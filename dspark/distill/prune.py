@@ -213,7 +213,7 @@ class _Pruning:
             ).to(self.processes.device)
             for at in range(0, len(chosen), train.micro_rows)
         ]  # fmt: skip
-        plain = replace(train, anchor_choice="uniform")
+        plain = replace(train, anchor_choice="uniform", confidence=0.0)  # what tokens cost
         bench = Bench(self.loaded.target, batches, plain, self.source)
         scored = scores(bench, drafter, options.importance)
         prices = price(bench, drafter, scored, self._tell)

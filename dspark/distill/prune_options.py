@@ -90,8 +90,12 @@ def check_folder(options: PruneOptions, resume: bool) -> None:
 
 def base_config(options: PruneOptions, drafter: DraftConfig) -> DistillConfig:
     """The run that made the drafter, with this one's settings over it; else the defaults."""
-    run = options.draft / RUN_FILE
-    own = flat(load_config(run).to_dict()) if run.is_file() else {}
+    run, pruned = options.draft / RUN_FILE, options.draft / REPORT
+    own: dict[str, Any] = {}
+    if run.is_file():
+        own = flat(load_config(run).to_dict())
+    elif pruned.is_file():  # cut and not recovered: it knows how it would have been
+        own = flat(read_json(pruned)["recovery"])
     if not own and drafter.target is not None:
         own["target.name"] = drafter.target.name
     shape = drafter_overrides(drafter)
