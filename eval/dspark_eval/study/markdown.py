@@ -119,6 +119,6 @@ def _drafting_table(rows: Sequence[dict[str, Any]]) -> list[str]:
 def short_count(tokens: int) -> str:
     """4096 as 4k; numbers that are no multiple of 1024 in full."""
     for unit, name in ((2**20, "M"), (2**10, "k")):
-        if tokens % unit == 0:
+        if tokens and tokens % unit == 0:
             return f"{tokens // unit}{name}"
     return str(tokens)
