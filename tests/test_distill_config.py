@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dspark.distill.config import SECTIONS, DistillConfig, config_from_dict, load_config
+from dspark.distill.settings import DrafterSettings
 from dspark.errors import UserError
 
 
@@ -129,3 +130,10 @@ def test_a_switch_is_read_although_yaml_reads_a_bare_on_as_true(
     assert load_config(written(tmp_path, config.to_yaml())) == config
     with pytest.raises(UserError, match=r"data\.thinking is 'maybe': expected off, on, both"):
         load_config(written(tmp_path, "data:\n  thinking: maybe\n"))
+
+
+@pytest.mark.parametrize("backbone", ["mla", "kda"])
+def test_key_heads_count_only_where_there_are_any(backbone: str) -> None:
+    assert DrafterSettings(backbone=backbone, num_heads=5).num_heads == 5
+    with pytest.raises(UserError, match=r"expected a multiple of drafter\.num_kv_heads, 2"):
+        DrafterSettings(num_heads=5)

@@ -4,6 +4,7 @@ which a folder can be wrong."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 from collections.abc import Callable
@@ -494,6 +495,9 @@ def test_links_may_leave_the_folder_only_into_a_hub_cache(folder: Path, tmp_path
         ({"head_dim": 7}, "head_dim"),
         ({"num_layers": 0}, "num_layers"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps"),
+        ({"rope_theta": math.inf}, "rope_theta"),
+        ({"rope_theta": math.nan}, "rope_theta"),
         ({"target_tap_kind": "mixture"}, "target_tap_kind"),
         ({"target_layer_ids": (1, 1)}, "target_layer_ids"),
     ],

@@ -118,3 +118,9 @@ def test_one_temperature_term_alone_is_refused() -> None:
     for mscales in ({"mscale": 1.0}, {"mscale_all_dim": 1.0}):
         with pytest.raises(ValueError, match=r"yarn\.mscale.*both or neither"):
             Yarn(2.0, 16, **mscales)
+
+
+@pytest.mark.parametrize("betas", [(math.inf, 1.0), (math.nan, 1.0), (32.0, 0.0), (1.0, 1.0)])
+def test_blending_needs_two_finite_ends(betas: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match=r"yarn\.beta_fast, yarn\.beta_slow: "):
+        Yarn(4.0, 64, *betas)

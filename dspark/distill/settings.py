@@ -139,7 +139,7 @@ class DrafterSettings:
         self._check_init()
         check(self.init_from != "", "drafter.init_from is empty: expected a folder, or null")
         check(
-            self.num_heads % self.num_kv_heads == 0,
+            self.backbone != "attention" or self.num_heads % self.num_kv_heads == 0,
             f"drafter.num_heads is {self.num_heads}: expected a multiple of drafter.num_kv_heads, "
             f"{self.num_kv_heads}",
         )

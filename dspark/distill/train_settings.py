@@ -91,6 +91,10 @@ class TrainSettings:
             any(getattr(self, name) > 0 for name in TOKEN_TERMS),
             f"train.{', '.join(TOKEN_TERMS)} are all 0: the drafter would learn no tokens",
         )
+        check(
+            self.muon_lr is None or self.optimizer == "muon",
+            f"train.muon_lr is {self.muon_lr}: expected null with train.optimizer adamw",
+        )
         for name, plain in (("optimizer", "adamw"), ("moments", "fp32"), ("ema", 0.0)):
             value = getattr(self, name)
             check(

@@ -9,6 +9,7 @@ Letters: N taps, G block slots (`block_size`), D hidden (the target's own), R ma
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -157,8 +158,10 @@ class DraftConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim: {self.head_dim} is odd, rotary positions need pairs")
         for name, low in (("rms_norm_eps", 0), ("rope_theta", 1)):
-            if not getattr(self, name) > low:
-                raise ValueError(f"{name}: {getattr(self, name)} given, it must be above {low}")
+            if not low < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name}: {getattr(self, name)} given, it must be finite and above {low}"
+                )
 
     def _check_meaning(self) -> None:
         if self.target_tap_kind not in TAP_KINDS:

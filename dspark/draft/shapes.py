@@ -51,10 +51,10 @@ class Yarn:
                 f"yarn.original_max_position_embeddings: {self.original_max_position_embeddings} "
                 "given, at least 1 is needed"
             )
-        if not self.beta_fast > self.beta_slow > 0:
+        if not math.inf > self.beta_fast > self.beta_slow > 0:
             raise ValueError(
                 f"yarn.beta_fast, yarn.beta_slow: {self.beta_fast}, {self.beta_slow} given, "
-                "beta_fast > beta_slow > 0 is needed"
+                "two finite numbers, beta_fast > beta_slow > 0, are needed"
             )
         for name in ("mscale", "mscale_all_dim", "attention_factor"):
             value = getattr(self, name)
