@@ -101,8 +101,8 @@ def test_a_run_leaves_a_drafter_that_loads_and_drafts(finished: Any, target_fold
     assert "16 rows with" in text  # 20 prompts, 4 held out
     assert {path.name for path in out.iterdir()} == {
         "README.md", "calibration.json", "chat_template.jinja", "checkpoints", "config.json",
-        "model.safetensors", "rows", "run.yaml", "tokenizer.json", "tokenizer_config.json",
-        "training.json",
+        "golden.json", "model.safetensors", "rows", "run.yaml", "tokenizer.json",
+        "tokenizer_config.json", "training.json",
     }  # fmt: skip
 
 
@@ -159,7 +159,9 @@ def test_what_a_loader_could_guess_wrong_is_in_the_file_and_is_not_guessed(
     raw = json.loads((out / "config.json").read_text())
     assert raw[key] == value
     load_drafter(out)
-    (out / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if k != key}))
+    for place in (raw, raw["dflash_config"]):  # engines look in either
+        place.pop(key, None)
+    (out / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UserError, match=f"{key}: missing"):
         load_drafter(out)
     (out / "config.json").write_text(json.dumps(raw | {key: other}))
@@ -170,6 +172,7 @@ def test_what_a_loader_could_guess_wrong_is_in_the_file_and_is_not_guessed(
 def test_the_card_says_what_it_came_from(finished: Any, prompt_file: Path) -> None:
     card = (Path(finished[0].out.dir) / "README.md").read_text()
     digest = hashlib.sha256(prompt_file.read_bytes()).hexdigest()
+    assert "| started with | fresh weights |" in card
     for fact in (digest, "chat template", "tokenizer", "8 in 2 epochs", "torch", "decoded, temp"):
         assert fact in card
 
@@ -238,13 +241,14 @@ def test_a_changed_prompt_file_is_noticed_on_resume(
 ) -> None:
     out = tmp_path / "run"
     shutil.copytree(finished[0].out.dir, out)
-    copy = tmp_path / "mine.jsonl"
-    shutil.copy(prompt_file, copy)
-    config = settings(target_folder, copy, out)
+    config, before = settings(target_folder, prompt_file, out), prompt_file.read_text()
     (out / "run.yaml").write_text(config.to_yaml())
-    copy.write_text(copy.read_text().replace("plus 1?", "minus 1?", 1))
-    with pytest.raises(UserError, match="made with another prompts"):
-        distill(config, resume=True)
+    prompt_file.write_text(before.replace("plus 1?", "minus 1?", 1))
+    try:
+        with pytest.raises(UserError, match="made with another prompts"):
+            distill(config, resume=True)
+    finally:
+        prompt_file.write_text(before)
 
 
 def test_the_warning_reaches_the_screen_and_the_history(

@@ -32,9 +32,9 @@ SLIDING = replace(
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Two rows, one padded, anchors close together, at 0, and dummies."""
+    """Two rows, one padded, anchors close together, at 0, and dummies, one in the padding."""
     valid = torch.arange(23) < torch.tensor([23, 14])[:, None]
-    return valid, torch.tensor([[0, 3, 4, 17, 22], [2, 2, 13, 0, 0]])
+    return valid, torch.tensor([[0, 3, 4, 17, 22], [2, 2, 13, 0, 20]])
 
 
 @pytest.mark.parametrize("seen", SIGHTS, ids=str)
@@ -49,6 +49,7 @@ def test_the_predicate_is_the_mask_of_the_groups(seen: Sight, per_group: int) ->
     )  # fmt: skip
     whole = sees(grid[0], torch.zeros(()), grid[1], grid[2])
     assert whole.any(-1).all()
+    assert not whole[1, :, 14:length].any()  # padding, whatever anchor comes after it
     for start, stop, mask in sight._groups(seen, valid, anchors, slots, per_group):
         queries = slice(start * slots, stop * slots)
         assert torch.equal(whole[:, queries, :length], mask[:, 0, :, :length])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dspark.draft.config import MARKOV_HEAD_TYPES, DraftConfig
-from dspark.draft.heads import SequentialHead, sequential_head
+from dspark.draft.heads import ConfidenceHead, SequentialHead, sequential_head
 from dspark.draft.model import DSparkDrafter
 from dspark.draft.start import initialise
 from tests import oracles
@@ -161,3 +161,17 @@ def test_confidence_reads_the_table_and_not_the_code(kind: str, with_markov: boo
         assert weight.shape == (HIDDEN,)
     found = drafter.confidence_head(hidden, drafter.markov_head.embed(prev))
     assert_close(found, wanted, limit=1e-6, what="confidence")
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_confidence_of_a_half_precision_drafter_is_computed_in_float32(rank: int) -> None:
+    torch.manual_seed(0)
+    head = ConfidenceHead(64, rank).bfloat16()
+    with torch.no_grad():
+        head.proj.weight.mul_(20)
+    hidden, embed = torch.randn(200, 64).bfloat16(), torch.randn(200, 4).bfloat16()
+    logits = head(hidden, embed)
+    inputs = torch.cat((hidden, embed), -1) if rank else hidden
+    wanted = inputs.double() @ head.proj.weight[0].double() + head.proj.bias.double()
+    assert logits.dtype == torch.float32
+    assert (logits.double() - wanted).abs().max() < 1e-4 < wanted.abs().max() / 1e4

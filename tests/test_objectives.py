@@ -17,7 +17,13 @@ from dspark.distill.loss import LossSums, chunk_slots, distill_loss
 from dspark.distill.objective import objective as objective_of
 from dspark.distill.terms import Grid, Objective, dpace_weights
 from dspark.distill.train_settings import TrainSettings
-from dspark.draft.heads import GatedMarkovHead, RNNHead, SequentialHead, VanillaMarkovHead
+from dspark.draft.heads import (
+    ConfidenceHead,
+    GatedMarkovHead,
+    RNNHead,
+    SequentialHead,
+    VanillaMarkovHead,
+)
 from dspark.errors import UserError
 from tests.tolerance import assert_close
 
@@ -326,6 +332,44 @@ def test_a_reduced_vocabulary_does_not_widen_chunks(monkeypatch: pytest.MonkeyPa
     for case in (Case(), Case(kept=6)):
         case.sums(OBJECTIVES["deepspec"])
     assert asked == [19, 19]
+
+
+def test_where_p_equals_q_the_distance_has_no_slope() -> None:
+    """One equal pair among unequal ones: |x| has derivative 0 at 0, as torch has it."""
+    ours = torch.tensor([[1.0, 2.0, 0.5]], dtype=torch.float64, requires_grad=True)
+    target = torch.tensor([[2.0, 1.0, 0.5]], dtype=torch.float64)
+    assert ours.softmax(-1)[0, 2] == target.softmax(-1)[0, 2]  # a sum of two swapped terms
+    head = VanillaMarkovHead(3, 1).double()
+    torch.nn.init.zeros_(head.markov_w2.weight)
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    sums = loss.distill_loss(
+        ours[None], target[None], zero, zero, zero == 0,
+        to_logits=lambda states: states * 1, markov_head=head, confidence_head=None,
+        objective=OBJECTIVES["l1"],
+    )  # fmt: skip
+    [fused] = torch.autograd.grad(sums.loss(), ours)
+    distance = (ours.softmax(-1) - target.softmax(-1)).abs().sum()
+    assert_close(fused, torch.autograd.grad(distance, ours)[0], limit=1e-14)
+
+
+def test_dpace_leaves_the_confidence_its_decay_weights() -> None:
+    """Divided by blocks, a whole block's confidence loss is the weighted mean over its slots."""
+    case = Case(blocks=4)
+    case.supervised = torch.ones(4, 5, dtype=torch.bool)
+    head = ConfidenceHead(6, 0).double()
+    dpace, decay = (
+        replace(NOTHING, ce=1e-30, confidence=1.0, slot_weights=weights)
+        for weights in ("dpace", "decay")
+    )
+    both = [
+        distill_loss(
+            case.states, case.target, case.prev, case.labels, case.supervised,
+            to_logits=lambda states: states @ case.head.T,
+            markov_head=case.markov, confidence_head=head, objective=each,
+        ).loss()
+        for each in (dpace, decay)
+    ]  # fmt: skip
+    assert_close(both[0], both[1], limit=1e-12)
 
 
 def test_settings_reach_the_objective() -> None:

@@ -105,6 +105,7 @@ def test_small_changes_of_a_moment_are_not_lost(kind: str) -> None:
 def test_a_second_moment_above_zero_stays_above_zero(kind: str) -> None:
     value = moment(False)
     value[::7] = 0
+    value[1::7] *= 1e-12  # below the least code of int8, (1/255)^4 of the largest
     got = packed(CODECS[kind], value, False)
     assert torch.equal(got > 0, value > 0)
     assert not packed(CODECS[kind], torch.zeros(300), True).any()
@@ -243,7 +244,7 @@ def test_muon_rate_follows_the_schedule_of_the_other() -> None:
     for muon_lr, lr in [(None, 1e-2), (5e-3, 1e-2), (5e-3, 5e-3)]:
         with torch.no_grad():
             weight.zero_()
-        Muon([("w", weight)], replace(SETTINGS, muon_lr=muon_lr)).step(lr)
+        Muon([("w", weight)], replace(SETTINGS, optimizer="muon", muon_lr=muon_lr)).step(lr)
         sizes.append(float(weight.detach().norm()))
     assert sizes[1] / sizes[0] == pytest.approx(0.5)
     assert sizes[2] / sizes[0] == pytest.approx(0.25)
@@ -347,6 +348,7 @@ def test_settings_say_what_they_expect() -> None:
         ({"moments": "fp8"}, "train.moments is 'fp8': expected fp32 or bf16 or int8"),
         ({"ema": 1.0}, "train.ema is 1.0: expected 0 <= ema < 1"),
         ({"muon_lr": 0.0}, "train.muon_lr is 0.0: expected a finite number above 0"),
+        ({"muon_lr": 0.1}, "train.muon_lr is 0.1: expected null with train.optimizer adamw"),
         ({"sharded": True, "ema": 0.9}, "train.ema is 0.9: expected 0.0 with train.sharded"),
         ({"sharded": True, "optimizer": "muon"}, "train.optimizer is 'muon': expected 'adamw'"),
     ]:

@@ -254,8 +254,10 @@ def test_the_map_travels_in_the_weights(tmp_path: Path, dtype: torch.dtype) -> N
     save_drafter(tmp_path / "d", drafter, dtype=dtype)
     assert sorted(p.name for p in (tmp_path / "d").iterdir()) == [
         "config.json",
+        "golden.json",
         "model.safetensors",
     ]
+    (tmp_path / "d" / "golden.json").unlink()
     loaded = load_drafter(tmp_path / "d", dtype=dtype)
     assert loaded.config == drafter.config
     assert loaded.draft_ids is not None
