@@ -80,7 +80,7 @@ def _fail(message: str) -> int:
 
 def _interrupted(args: Sequence[str]) -> int:
     command = shlex.join(["dspark", *args])
-    if args[:1] == ["distill"]:
+    if args[:1] in (["distill"], ["prune"]):
         again = command if "--resume" in args else f"{command} --resume"
         typer.echo(f"interrupted; to go on from the last checkpoint: {again}", err=True)
     elif args[:1] == ["study"]:

@@ -74,7 +74,7 @@ def run_prune(
         if (out / PRUNED / "config.json").is_file():
             report = read_json(out / REPORT)
         else:
-            report = _Pruning(options, console).run()
+            report = _begin(options, console)
     if options.steps:
         config = load_config(None, flat(report["recovery"]))
         run_distill(config, resume=(out / RUN_FILE).is_file(), console=console)
@@ -84,6 +84,17 @@ def run_prune(
         finish_folder(out)
     atomic_write_json(out / REPORT, report)
     return report
+
+
+def _begin(options: PruneOptions, console: Console) -> dict[str, Any]:
+    """Cut; from the first moment on the folder says what it is for, unless that is refused."""
+    path = options.out / REPORT
+    atomic_write_json(path, {"options": options.document()})
+    try:
+        return _Pruning(options, console).run()
+    except UserError:
+        path.unlink()
+        raise
 
 
 class _Pruning:
@@ -127,7 +138,6 @@ class _Pruning:
         report["recovery"] = config.to_dict()
         history = [*read_prunings(options.draft), history_entry(report, Size.of(drafter.config))]
         report["prunings"] = history
-        options.out.mkdir(parents=True, exist_ok=True)
         atomic_write_json(options.out / REPORT, report)
         save_pruned(options.out / PRUNED, options.draft, drafter, report)
         return report

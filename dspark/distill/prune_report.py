@@ -7,6 +7,8 @@ from typing import Any
 
 from dspark.draft.pruning.sizes import Size
 
+_DECODED = ("temperature", "rounds", "accepted_length", "conditional_acceptance")
+
 
 def lengths_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """The two accepted lengths of an evaluation, as the report has them."""
@@ -14,7 +16,7 @@ def lengths_of(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "accepted_length": held_out.get("accepted_length"),
         "decoded": [
-            {key: result[key] for key in ("temperature", "rounds", "accepted_length")}
+            {key: result[key] for key in _DECODED if key in result}
             for result in record.get("decoded", ())
         ],
     }
