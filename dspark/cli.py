@@ -21,6 +21,7 @@ from dspark.commands.export import export
 from dspark.commands.import_ import import_
 from dspark.commands.inspect import inspect
 from dspark.commands.prune import prune
+from dspark.commands.report import report
 from dspark.commands.study import study
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "inspect",
     "main",
     "prune",
+    "report",
     "study",
 ]
 

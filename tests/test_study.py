@@ -329,7 +329,7 @@ def test_a_whole_study_of_a_tiny_target(command: Run, tmp_path: Path) -> None:
         "--device", "cpu", "--contexts", "16", "--json",
         "--set", f"data.prompts=[{pair.prompts}]", "data.max_new_tokens=12", "data.held_out=2",
         "drafter.head_dim=16", "drafter.num_heads=2", "drafter.num_kv_heads=1",
-        "drafter.markov_rank=8", "drafter.kda_gate_rank=4",
+        "drafter.markov_rank=8", "drafter.kda_gate_rank=4", "drafter.mask_token_id=0",
     )  # fmt: skip
     code, text, err = command(*args)
     assert code == 0, err

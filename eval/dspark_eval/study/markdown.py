@@ -9,7 +9,7 @@ from typing import Any
 def markdown(document: dict[str, Any]) -> str:
     """The table as Markdown, with its protocol above it."""
     first = document["rows"][0]["results"]
-    heads = [f"{r['suite'].removeprefix('nano-')}, T = {r['temperature']:g}" for r in first]
+    heads = [measurement_name(result) for result in first]
     seeds = len(document["seeds"])
     lines = [
         f"# {document['question']}",
@@ -35,6 +35,11 @@ def markdown(document: dict[str, Any]) -> str:
         lines += ["", f"Not measured yet: {', '.join(document['missing'])}."]
     lines += _long_table(document["rows"]) + _drafting_table(document["rows"])
     return "\n".join(lines) + "\n"
+
+
+def measurement_name(result: dict[str, Any]) -> str:
+    """Prompt set and temperature, in short."""
+    return f"{result['suite'].removeprefix('nano-')}, T = {result['temperature']:g}"
 
 
 def _duration(document: dict[str, Any]) -> str:

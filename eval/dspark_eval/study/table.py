@@ -31,7 +31,15 @@ REPORT_FILE = "table.md"
 
 
 def build_table(out: Path) -> dict[str, Any]:
-    """Read every measured run under `out` and write table.json and table.md there.
+    """`read_table`, written into the study's folder as table.json and table.md too."""
+    document = read_table(out)
+    atomic_write_json(out / TABLE_FILE, document)
+    atomic_write_text(out / REPORT_FILE, markdown(document))
+    return document
+
+
+def read_table(out: Path) -> dict[str, Any]:
+    """The table of every measured run under `out`.
 
     Runs that are not measured yet are left out and listed under `missing`.
     Raises UserError if the folder holds no study, or no run of its reference is measured.
@@ -56,10 +64,7 @@ def build_table(out: Path) -> dict[str, Any]:
     missing = [
         f"{arm} seed {seed}" for arm, runs in measured.items() for seed in runs if not runs[seed]
     ]
-    document = {**study, "schema_version": 1, "missing": missing, "rows": rows}
-    atomic_write_json(out / TABLE_FILE, document)
-    atomic_write_text(out / REPORT_FILE, markdown(document))
-    return document
+    return {**study, "schema_version": 1, "missing": missing, "rows": rows}
 
 
 def _read_study(out: Path) -> dict[str, Any]:

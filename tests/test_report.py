@@ -1,0 +1,178 @@
+"""`dspark report`: what is found, what is refused, and that the page says what the files say."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dspark import cli, console
+from dspark.errors import UserError
+from dspark.files import atomic_write_json, read_json
+from dspark_eval.acceptance import run_eval
+from dspark_eval.bench import run_bench
+from dspark_eval.calibrate import run_calibrate
+from dspark_eval.reporting import find, run_report
+from dspark_eval.settings import BenchOptions, CalibrateOptions, EvalOptions
+from dspark_eval.study.table import TABLE_FILE, build_table
+from tests.study_folder import write_study
+from tests.test_study_table import COUNTS
+from tests.tiny_pair import write_pair
+
+PNG = b"\x89PNG"
+HISTORY = [
+    {"step": 10, "train_s": 1.0, "loss": 3.0, "accepted_length": 1.2},
+    {
+        "step": 20, "train_s": 2.5, "loss": 2.0, "accepted_length": 1.7,
+        "held_out": {"loss": 2.25, "accepted_length": 1.63},
+    },
+]  # fmt: skip
+CURVE = {
+    "draft": "runs/mine", "steps": 300, "prompts": 4, "temperature": 0.0,
+    "speed_from": "bytes at 100 GB/s (a guess)",
+    "points": [
+        {
+            "share": share, "parameters": 10_000 * share, "bytes_per_draft_step": 40_000 * share,
+            "layers": 2, "heads": 4, "mlp": 64, "rank": 8,
+            **{stage: {"accepted_length": length, "tokens_per_s": 100 * length}
+               for stage, length in (("pruned", 1.5), ("recovered", 2.5))},
+        }
+        for share in (100, 50)
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with the files of eval, bench, calibrate and distill, the first three real."""
+    folder = tmp_path_factory.mktemp("measured")
+    pair = write_pair(folder)
+    rows = [{"prompt": f"What is {n} + 4?", "answer": "7"} for n in range(4)]
+    pair.prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    shared: dict[str, Any] = {
+        "draft": pair.draft, "target": pair.target, "max_new_tokens": 8, "quiet": True
+    }  # fmt: skip
+    prompts = (str(pair.prompts),)
+    run = folder / "run"
+    run_eval(EvalOptions(suites=prompts, out=run / "eval", **shared))
+    run_bench(
+        BenchOptions(
+            prompts=pair.prompts, temperature=(0.0, 1.0), warmup=1, json=run / "b.json", **shared
+        )
+    )
+    run_calibrate(CalibrateOptions(suites=prompts, temperature=(1.0,), out=run, **shared))
+    atomic_write_json(run / "training.json", HISTORY)
+    return run
+
+
+def _links(text: str) -> list[str]:
+    return re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+
+
+def test_a_run_is_put_on_one_page(measured: Path, tmp_path: Path) -> None:
+    text = run_report([measured], tmp_path / "out").read_text(encoding="utf-8")
+    heads = re.findall(r"^## (\w+)", text, flags=re.MULTILINE)
+    assert sorted(heads) == ["Acceptance", "Calibration", "Speed", "Training"]
+    evaluation = read_json(measured / "eval" / "eval.json")
+    (suite,) = evaluation["suites"].values()
+    low, high = suite["accepted_length_ci95"]
+    assert f"| prompts | 4 | {suite['accepted_length']:.2f} [{low:.2f}, {high:.2f}] |" in text
+    for run in read_json(measured / "b.json")["runs"]:
+        assert f"| {run['temperature']:g} | {run['plain_tokens_per_s']:.1f} |" in text
+    assert "20 steps in 2 s." in text
+    assert "| held-out | 2.250 | 1.63 |" in text
+    assert "draft length 4, at most 8 new tokens" in text
+    links = _links(text)
+    assert len(links) == len(set(links)) == 4
+    for link in links:
+        assert (tmp_path / "out" / link).read_bytes().startswith(PNG)
+    for block in text.split("\n\n"):  # every table has as many cells in each row as in its head
+        if block.startswith("|"):
+            assert len({row.count("|") for row in block.splitlines()}) == 1
+
+
+def test_a_study_is_rebuilt_from_its_runs_and_its_runs_are_not_shown(tmp_path: Path) -> None:
+    folder = write_study(tmp_path / "study", COUNTS, long=True)
+    build_table(folder)
+    (folder / TABLE_FILE).write_text("{}")  # what an older version wrote does not count
+    text = run_report([folder, folder], tmp_path / "out").read_text(encoding="utf-8")
+    assert re.findall(r"^#+ .*$", text, flags=re.MULTILINE) == ["# Report", "## Which hand?"]
+    assert "| right | 0.001 M | 10 | 4 | 3.000 (3.00 to 3.00) | 1.500 [" in text
+    assert [link.split("-", 1)[1] for link in _links(text)] == [
+        "accepted.png", "positions.png", "long.png", "costs.png"
+    ]  # fmt: skip
+    assert all((tmp_path / "out" / link).is_file() for link in _links(text))
+
+
+def test_a_curve_says_that_its_speed_is_predicted(tmp_path: Path) -> None:
+    atomic_write_json(tmp_path / "curve.json", CURVE)
+    atomic_write_json(tmp_path / "params-050" / "training.json", HISTORY)
+    text = run_report([tmp_path], tmp_path / "out").read_text(encoding="utf-8")
+    assert "predicted from bytes at 100 GB/s (a guess), not measured" in text
+    assert "| 500,000 |" in text
+    assert _links(text) == ["01-curve.png"]
+    assert "Training" not in text
+
+
+def test_a_file_is_known_by_what_it_holds(tmp_path: Path) -> None:
+    atomic_write_json(tmp_path / "any.json", HISTORY)
+    (tmp_path / "notes.json").write_text("{not json")
+    atomic_write_json(tmp_path / "config.json", {"hidden_size": 3})
+    assert [item.path.name for item in find(tmp_path)] == ["any.json"]
+    assert find(tmp_path / "any.json")[0].value == HISTORY
+
+
+# ------------------------------------------------------------------ what is refused
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*args: str | Path) -> tuple[int, str, str]:
+        code = console.run(cli.app, ["report", *map(str, args)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_a_folder_with_nothing_known_is_one_line(command: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    atomic_write_json(tmp_path / "other" / "x.json", [1, 2])
+    for name, expected in (
+        ("empty", "empty: nothing to report in it; expected a study"),
+        ("other", "other: nothing to report in it"),
+        ("none", "none: no such folder or file"),
+    ):
+        code, out, err = command(tmp_path / name, "--out", tmp_path / "out")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert expected in err
+    assert not (tmp_path / "out").exists()
+    assert command()[0] == 2
+
+
+def test_a_file_of_another_version_is_named(tmp_path: Path) -> None:
+    atomic_write_json(tmp_path / "eval.json", {"suites": {"x": {}}, "draft_length": 3})
+    with pytest.raises(UserError, match=r"eval\.json: not as this version .*KeyError"):
+        run_report([tmp_path], tmp_path / "out")
+
+
+def test_a_place_that_cannot_be_written_is_said(command: Run, tmp_path: Path) -> None:
+    atomic_write_json(tmp_path / "t.json", HISTORY)
+    code, _, err = command(tmp_path / "t.json", "--out", tmp_path / "t.json" / "out")
+    assert code == 2
+    assert "--out" in err
+
+
+def test_the_command_prints_where_the_page_is(command: Run, tmp_path: Path) -> None:
+    atomic_write_json(tmp_path / "t.json", HISTORY)
+    out = tmp_path / "out"
+    assert command(tmp_path / "t.json", "--out", out) == (0, f"{out / 'report.md'}\n", "")
+    code, text, _ = command("--help")
+    assert code == 0
+    assert "Example: dspark report" in text
