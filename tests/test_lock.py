@@ -83,10 +83,14 @@ def test_a_killed_holder_leaves_nothing_to_clean_up(tmp_path: Path) -> None:
         assert f"process {os.getpid()} " in (tmp_path / LOCK_FILE).read_text()
 
 
+@pytest.mark.parametrize("made_again", [False, True])
 def test_a_lock_file_swapped_while_it_was_taken_is_taken_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_again: bool
 ) -> None:
-    """Its holder removed it between our open and our lock: ours would be a file nobody sees."""
+    """Its holder removed it between our open and our lock: ours would be a file nobody sees.
+
+    Or a third one has made it again by then, and holds that.
+    """
     import fcntl
 
     take, calls = fcntl.flock, []
@@ -95,6 +99,8 @@ def test_a_lock_file_swapped_while_it_was_taken_is_taken_again(
         calls.append(handle)
         if len(calls) == 1:
             (tmp_path / LOCK_FILE).unlink()
+            if made_again:
+                (tmp_path / LOCK_FILE).touch()
         take(handle, flags)
 
     monkeypatch.setattr(fcntl, "flock", slow)
