@@ -155,12 +155,12 @@ def _edited(folder: Path, golden: Golden | None) -> list[str]:
 
 
 def _notes(opened: Opened, golden: Golden | None, loaded: LoadedTarget | None) -> Iterator[str]:
-    if golden is None:
+    if not (opened.folder / GOLDEN_FILE).exists():
         yield (
             f"no {GOLDEN_FILE}: nothing says what this drafter computed when it was written; "
             "`dspark import` and every save add one"
         )
-    elif loaded is not None and golden.target is None:
+    elif loaded is not None and golden is not None and golden.target is None:
         yield "the golden vector was written without a target, so its own reading is not compared"
     if opened.layout != OWN:
         yield f"read as {opened.title}; `dspark import` makes it a drafter to run here"

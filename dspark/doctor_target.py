@@ -36,7 +36,7 @@ from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
 from dspark.runtime.decode import SpeculativeDecoder
 from dspark.runtime.k3_target import LoadedTarget
-from dspark.runtime.sampling import SamplingParams
+from dspark.runtime.sampling import BadLogits, SamplingParams
 from dspark.runtime.target import Target
 from dspark.taps import TapSet
 
@@ -117,7 +117,10 @@ def examine_target(
     rows = read_prompts([asset("prompts/test.jsonl")], strict=True).rows
     chosen = rows[:: len(rows) // PROMPTS][:PROMPTS]
     prompts = [chat.prompt_ids(row.prompt) for row in chosen]
-    trials = try_ways(drafter, target, prompts)
+    try:
+        trials = try_ways(drafter, target, prompts)
+    except BadLogits as error:
+        return TargetReport(target.name, (*findings, str(error)), ())
     findings += better_ways(trials)
     return TargetReport(target.name, tuple(findings), tuple(trials))
 

@@ -111,6 +111,7 @@ def inspect_drafter(
     config, dtype = opened.config, opened.dtype
     if opened.stored is not None:
         own_tensors(opened.stored, opened.theirs, config, made=("d2t", "t2d"))
+    groups = _groups(opened)  # first: it refuses sizes that no tensor can have
     weights = weight_bytes(config, dtype)
     lengths = sorted({*CONTEXTS, *contexts})
     context = {length: context_bytes(config, length, dtype) for length in lengths}
@@ -135,7 +136,7 @@ def inspect_drafter(
         dtype=str(dtype).removeprefix("torch."),
         config=_summary(config, opened.undecided),
         parameters=parameters(config),
-        groups=_groups(opened),
+        groups=groups,
         step={**asdict(weights), "total": weights.total},
         context_per_token=context_bytes(config, 1, dtype),
         context=context,

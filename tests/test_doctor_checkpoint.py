@@ -382,6 +382,31 @@ def test_a_target_of_other_sizes_is_a_finding_and_nothing_is_decoded(folder: Pat
     assert beside.target.trials == ()
 
 
+def test_weights_that_are_no_numbers_end_the_trial_with_a_word(
+    pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter = load_drafter(pair.draft)
+    with torch.no_grad():
+        drafter.norm.weight[0] = float("nan")
+    save_drafter(tmp_path / "d", drafter)
+    args = ["doctor", str(tmp_path / "d"), "--target", str(pair.target)]
+    assert console.run(cli.app, [*args, "--dtype", "bfloat16"]) == 1
+    out = capsys.readouterr().out
+    assert "not finite: norm.weight (1 of" in out
+    assert "drafter" in out.split("not finite")[-1]
+    assert console.run(cli.app, [*args, "--dtype", "int8"]) == 2
+    assert "expected one of float32" in capsys.readouterr().err
+
+
+def test_a_damaged_golden_vector_is_a_finding_and_a_warning(pair: TinyPair, tmp_path: Path) -> None:
+    shutil.copytree(pair.draft, tmp_path / "d")
+    (tmp_path / "d" / "golden.json").write_text("{}")
+    assert "not a golden vector" in examine_checkpoint(tmp_path / "d").findings[0]
+    assert examine_checkpoint(tmp_path / "d").notes == ()
+    (warning,) = load_pair(bench(pair, tmp_path / "d")).warnings
+    assert "not a golden vector" in warning
+
+
 # ------------------------------------------------------------------ bench and eval
 
 

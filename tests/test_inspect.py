@@ -329,6 +329,10 @@ def test_wrong_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
         error = capsys.readouterr().err
         assert expected in error
         assert error.count("\n") == 1
+    raw = published.radixark(PUBLISHED["radixark"])
+    absurd = config_alone(tmp_path / "absurd", {**raw, "intermediate_size": 10**30})
+    with pytest.raises(UserError, match="a size that no tensor can have"):
+        inspect_drafter(absurd)
     edit(tmp_path / "d", {"intermediate_size": 81})
     with pytest.raises(UserError, match="expected"):
         inspect_drafter(tmp_path / "d")

@@ -9,6 +9,7 @@ from dspark.draft.folder import CONFIG_FILE
 from dspark.draft.golden import POSITIONS, chosen_ids, first_difference, read_golden
 from dspark.draft.golden_file import GOLDEN_FILE, Golden, changed_meaning, meaning, read_golden_file
 from dspark.draft.model import DSparkDrafter
+from dspark.errors import UserError
 
 QUICK = (1, 100)
 """Positions that are replayed before every measurement: together less than one prompt."""
@@ -48,7 +49,10 @@ def check_readings(
 
 def golden_warnings(folder: Path | str, drafter: DSparkDrafter) -> list[str]:
     """What to say before numbers of this drafter are believed; nothing for folders without one."""
-    golden = read_golden_file(folder)
+    try:
+        golden = read_golden_file(folder)
+    except UserError as error:
+        return [str(error)]
     if golden is None:
         return []
     found = [*check_meaning(golden, drafter), *check_readings(golden, drafter, QUICK)]
