@@ -13,9 +13,10 @@ from dspark.distill.config import DistillConfig
 from dspark.distill.fingerprint import tokenizer_fingerprint
 from dspark.distill.from_target import k3_target
 from dspark.distill.settings import DrafterSettings
-from dspark.draft.config import DraftConfig, TargetRecord, default_tap_ids
+from dspark.draft.config import DraftConfig, default_tap_ids
 from dspark.draft.from_target import check_copyable, target_form
 from dspark.draft.model import DSparkDrafter
+from dspark.draft.record import TargetRecord
 from dspark.draft.shapes import GLA, KDAShape, MLAShape, Yarn
 from dspark.draft.start import initialise
 from dspark.draft.vocabulary import coverage, most_frequent, token_frequency

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dspark.distill.chat import ChatFormat
 from dspark.distill.fingerprint import tokenizer_fingerprint
-from dspark.draft.config import TargetRecord
+from dspark.draft.record import TargetRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

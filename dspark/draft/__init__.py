@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dspark.draft.anchors import Anchors, Blocks, block_inputs, blocks, sample_anchors
-from dspark.draft.config import DraftConfig, TargetRecord, default_tap_ids
+from dspark.draft.config import DraftConfig, default_tap_ids
 from dspark.draft.context import DraftContext
 from dspark.draft.model import DSparkDrafter
+from dspark.draft.record import TargetRecord
 
 __all__ = [
     "Anchors",

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+from dspark.draft.record import TargetRecord
 from dspark.draft.shapes import (
     ACTIVATIONS,
     ATTENTION_KINDS,
@@ -27,24 +28,6 @@ from dspark.taps import TAP_KINDS, TapSet
 BACKBONES = ("attention", "mla", "kda")
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 LAYER_ID_ORIGIN = "completed_layer_0_based"
-
-
-@dataclass(frozen=True)
-class TargetRecord:
-    """Which target a drafter was distilled from, so that a mismatch is seen before it costs speed.
-
-    Attributes:
-        name: Name or path the target was loaded by.
-        tokenizer_hash: SHA-256 (hex) of the tokenizer's vocabulary, or None where unknown.
-        template_hash: SHA-256 (hex) of the chat template of its rows, thinking switch included.
-        thinking, row_length: That switch, and the most tokens a row had; None where unknown.
-    """
-
-    name: str
-    tokenizer_hash: str | None = None
-    template_hash: str | None = None
-    thinking: bool | None = None
-    row_length: int | None = None
 
 
 @dataclass(frozen=True)

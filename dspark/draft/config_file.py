@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from dspark import __version__
-from dspark.draft.config import DraftConfig, TargetRecord
+from dspark.draft.config import DraftConfig
+from dspark.draft.record import record_from_dict, record_to_dict
 from dspark.draft.rope_file import rope_from_dict, rope_to_dict
 from dspark.draft.shapes import KDAShape, MLAShape
 
@@ -135,11 +136,6 @@ def config_to_dict(config: DraftConfig, *, dtype: torch.dtype, with_copies: bool
     }
 
 
-def record_to_dict(record: TargetRecord | None) -> dict[str, Any] | None:
-    """The target that a drafter was distilled from, as it stands in `config.json`."""
-    return None if record is None else asdict(record)
-
-
 def config_from_dict(raw: Mapping[str, Any]) -> DraftConfig:
     """Reads the published keys back.
 
@@ -245,22 +241,3 @@ def _typed(key: str, value: Any) -> Any:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def record_from_dict(raw: Any) -> TargetRecord | None:
-    """The inverse of `record_to_dict`. Raises ValueError for anything else."""
-    if raw is None:
-        return None
-    if not isinstance(raw, dict) or not isinstance(raw.get("name"), str):
-        raise ValueError("target: an object with the target's name was expected")
-    hashes = [raw.get(key) for key in ("tokenizer_hash", "template_hash")]
-    thinking = raw.get("thinking")
-    if not all(item is None or isinstance(item, str) for item in hashes):
-        raise ValueError("target: tokenizer_hash, template_hash: a string or null was expected")
-    length = raw.get("row_length")
-    if length is not None and (not _is_int(length) or length < 1):
-        raise ValueError(f"target.row_length: {length!r} given, a length or null was expected")
-    if thinking is not None and not isinstance(thinking, bool):
-        raise ValueError(f"target.thinking: {thinking!r} given, true, false or null was expected")
-    known: dict[str, Any] = {field.name: raw.get(field.name) for field in fields(TargetRecord)}
-    return TargetRecord(**known)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dspark.draft.config import DraftConfig
-from dspark.draft.config_file import FIELDS, OPTIONAL, record_to_dict
+from dspark.draft.config_file import FIELDS, OPTIONAL
 from dspark.draft.folder import DTYPES, check_inside
 from dspark.draft.golden import (
     POSITIONS,
@@ -34,6 +34,7 @@ from dspark.draft.golden import (
     read_target,
 )
 from dspark.draft.model import DSparkDrafter
+from dspark.draft.record import record_to_dict
 from dspark.errors import UserError
 from dspark.files import json_text, read_json
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dspark.draft.config import LAYER_ID_ORIGIN, DraftConfig, TargetRecord
-from dspark.draft.config_file import record_from_dict
+from dspark.draft.config import LAYER_ID_ORIGIN, DraftConfig
+from dspark.draft.record import TargetRecord, record_from_dict
 from dspark.draft.rope_file import rope_to_dict
 from dspark.draft.shapes import ATTENTION_KINDS
 from dspark.interop.keys import Keys
