@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dspark.draft.checkpoint import TargetCopies, load_drafter, save_drafter
-from dspark.draft.config import DraftConfig, TargetRecord
+from dspark.draft.config import DraftConfig
 from dspark.draft.folder import CARRIED_FILES
 from dspark.draft.model import DSparkDrafter
+from dspark.draft.record import TargetRecord
 from dspark.draft.shapes import KDAShape, MLAShape, Yarn
 from dspark.errors import UserError
 from dspark.interop.exporting import export_drafter

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from dspark.draft import DraftConfig, DSparkDrafter, block_inputs
 from dspark.draft.checkpoint import TargetCopies, load_drafter, save_drafter
-from dspark.draft.config import TargetRecord
+from dspark.draft.record import TargetRecord
 from dspark.draft.shapes import Yarn
 from dspark.interop.exporting import export_drafter
 from dspark.interop.importing import import_drafter

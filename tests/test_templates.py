@@ -14,7 +14,7 @@ from dspark.distill.fingerprint import tokenizer_files
 from dspark.distill.identity import identity_warnings, trained_format
 from dspark.distill.messages import Message
 from dspark.distill.templates import chat_template, missing_tokens, shipped_templates
-from dspark.draft.config import TargetRecord
+from dspark.draft.record import TargetRecord
 from dspark.errors import UserError
 from tests import chat_tokenizers as small
 

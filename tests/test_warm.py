@@ -15,8 +15,9 @@ from dspark.distill.run import run_distill
 from dspark.distill.settings import DrafterSettings
 from dspark.distill.warm import _completed
 from dspark.draft.checkpoint import load_drafter, save_drafter
-from dspark.draft.config import DraftConfig, TargetRecord
+from dspark.draft.config import DraftConfig
 from dspark.draft.model import DSparkDrafter
+from dspark.draft.record import TargetRecord
 from dspark.draft.shapes import KDAShape, MLAShape, Yarn
 from dspark.draft.start import initialise
 from dspark.errors import UserError

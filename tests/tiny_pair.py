@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from dspark.draft.checkpoint import save_drafter
-from dspark.draft.config import DraftConfig, TargetRecord
+from dspark.draft.config import DraftConfig
 from dspark.draft.model import DSparkDrafter
+from dspark.draft.record import TargetRecord
 from dspark.k3.checkpoint import save_k3
 from tests import chat_tokenizers
 from tests.k3_tiny import TINY, tiny_model
