@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from dspark_eval.plots import BLUE, DPI, GREY, MARKERS, SERIES
 from dspark_eval.study.markdown import measurement_name, short_count
@@ -74,6 +75,9 @@ def plot_costs(document: dict[str, Any], path: Path) -> None:
     for axes, label in ((times, "milliseconds of a draft (median)"), (reads, "MB read by a draft")):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_xticks(ticks, [short_count(tick) for tick in ticks])
         axes.set_xlabel("context, in tokens")
         axes.set_ylabel(label)
