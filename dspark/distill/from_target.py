@@ -114,10 +114,9 @@ def start_from_target(
         for original, seen in zip(originals, views, strict=True)
     ]
     config = fresh.config
-    uncut = DSparkDrafter(
-        uncut_config(config, source.model.config, max(width, *(mlp.width for mlp in mlps)))
-    ).to(source.device)
-    initialise(uncut.cpu(), torch.Generator().manual_seed(seed))
+    widest = max(width, *(mlp.width for mlp in mlps))
+    uncut = DSparkDrafter(uncut_config(config, source.model.config, widest))
+    initialise(uncut, torch.Generator().manual_seed(seed))
     uncut.to(source.device)
     _share(uncut, fresh)
     _fit_features(uncut, source, view, views)
@@ -129,7 +128,7 @@ def start_from_target(
 def choose_layers(
     target: K3Target, influence: Sequence[float], count: int, given: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """Which layers to copy, ascending: those given, or the last `count` KDA layers.
+    """Which layers to copy, ascending: those given, or the KDA layers of highest influence.
 
     Raises UserError for layers that cannot be copied, with those that can.
     """
