@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_VENV ?= .venv-demo
 DEMO_RUN ?= runs/demo
+DEMO_PRUNED ?= $(DEMO_RUN)-pruned
 # One single-threaded process per core trains fastest: the matrices are small.
 PROCESSES ?= 2
 
@@ -17,18 +18,28 @@ INSTALL := pip install --quiet --no-compile
 TEST_BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow oracles lint clean
+.PHONY: help demo demo-drafter demo-pruned test test-slow oracles lint clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
 
-demo: $(DEMO_VENV)/.installed  ## distil a drafter for the shipped target, then measure the speed-up
-	OMP_NUM_THREADS=1 $(DEMO_VENV)/bin/torchrun --standalone --nproc-per-node $(PROCESSES) \
-		-m dspark distill --out $(DEMO_RUN) \
-		$(if $(wildcard $(DEMO_RUN)/run.yaml),--resume)
-	$(DEMO_VENV)/bin/python -m dspark bench --batch 1 --draft $(DEMO_RUN) --draft-length 7 \
-		--temperature 0 --temperature 1 --peer --threads 1 \
-		--json $(DEMO_RUN)/bench.json --plot $(DEMO_RUN)/bench.png
+demo: demo-drafter demo-pruned  ## distil drafters for the shipped target, measure the speed-up
+
+DISTILL = OMP_NUM_THREADS=1 $(DEMO_VENV)/bin/torchrun --standalone --nproc-per-node $(PROCESSES) \
+	-m dspark distill
+BENCH = $(DEMO_VENV)/bin/python -m dspark bench --batch 1 --draft-length 7 \
+	--temperature 0 --temperature 1 --threads 1
+
+demo-drafter: $(DEMO_VENV)/.installed  ## first stage: a drafter from scratch, in the layout engines serve
+	$(DISTILL) --out $(DEMO_RUN) $(if $(wildcard $(DEMO_RUN)/run.yaml),--resume)
+	$(BENCH) --draft $(DEMO_RUN) --peer --json $(DEMO_RUN)/bench.json --plot $(DEMO_RUN)/bench.png
+
+# The same prompts and settings, so the answers of the first stage serve the second.
+demo-pruned: demo-drafter  ## second stage: layers of the target, pruned, linearised and distilled
+	test -d $(DEMO_PRUNED)/rows || { mkdir -p $(DEMO_PRUNED) && cp -R $(DEMO_RUN)/rows $(DEMO_PRUNED)/rows; }
+	$(DISTILL) --preset kda-pruned --out $(DEMO_PRUNED) \
+		$(if $(wildcard $(DEMO_PRUNED)/run.yaml),--resume)
+	$(BENCH) --draft $(DEMO_PRUNED) --json $(DEMO_PRUNED)/bench.json --plot $(DEMO_PRUNED)/bench.png
 
 test: $(VENV)/.oracles  ## the fast tier on CPU (under 15 minutes on 2 cores)
 	$(TEST_BIN)/python -m pytest -m "not slow and not gpu"
