@@ -94,7 +94,9 @@ def test_hidden_states_logits_and_confidence_equal_speculators(
             torch.cat((ours[0], oracle.markov_head.prev_embeddings(prev[0])), -1)
         )
         bias = oracle.markov_head.block_bias(prev_token_ids=prev[0], hidden_states=ours[0])
-        our_logits = oracle.lm_head(ours) + drafter.markov_head.bias(drafter.markov_head.embed(prev))
+        our_logits = oracle.lm_head(ours) + drafter.markov_head.bias(
+            drafter.markov_head.embed(prev)
+        )
         our_confidence = drafter.confidence_head(ours, drafter.markov_head.embed(prev))
     shape = (1, len(anchors), slots, -1)
     assert_close(ours, hidden.view(shape), limit=1e-5, what="hidden states")

@@ -65,7 +65,7 @@ def compare_tokenizers(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -
 
 
 def tokenizer_files(tokenizer: PreTrainedTokenizerBase, template: str) -> dict[str, str]:
-    """Name -> text of what a drafter folder keeps: the tokenizer, and the template rendered with."""
+    """Name -> text of what a drafter folder keeps: the tokenizer and the chat template."""
     with tempfile.TemporaryDirectory() as name:
         tokenizer.save_pretrained(name)
         found = {file: Path(name) / file for file in TOKENIZER_FILES}
