@@ -3,12 +3,15 @@ recomputation however it was cut, and nothing at or after an anchor is seen."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark.draft import DraftConfig, DSparkDrafter
+from dspark.draft.shapes import KDAShape
 from tests.tiny_drafters import CASES, FULL, TAP_WIDTH, draft, make_drafter, train_blocks
 from tests.tolerance import assert_close
 
@@ -42,6 +45,9 @@ def test_both_passes_agree_in_float64_to_its_own_precision(config: DraftConfig) 
         assert_close(drafted, trained[:, block], limit=1e-12)
 
 
+KDA = replace(
+    FULL, backbone="kda", num_key_value_heads=FULL.num_attention_heads, kda=KDAShape(gate_rank=4)
+)
 COUNTS = st.lists(st.tuples(st.integers(0, G + 1), st.integers(0, G + 1)), min_size=1, max_size=9)
 
 
@@ -71,6 +77,21 @@ def test_a_context_equals_its_recomputation_after_any_accept_counts(
         length = context.row_lengths[b]
         alone = draft(drafter, features[b : b + 1, :length], embeds[b : b + 1], 72)
         assert_close(drafted[b], alone[0], limit=1e-5, what=f"row {b} of length {length}")
+
+
+@pytest.mark.parametrize("config", [*CASES.values(), KDA], ids=[*CASES, "kda"])
+def test_a_rejected_row_that_is_not_finite_reaches_nothing(config: DraftConfig) -> None:
+    """Its batch row is short, another fills the buffers: a mask alone would leave 0 * NaN."""
+    drafter = make_drafter(config)
+    features, embeds = torch.randn(2, 16, TAP_WIDTH), torch.randn(2, G, D)
+    counts = torch.tensor([16, 2])
+    clean, dirty = drafter.new_context(2, 16), drafter.new_context(2, 16)
+    drafter.extend(clean, features, counts)
+    features[1, 2:] = torch.nan
+    drafter.extend(dirty, features, counts)
+    drafted = drafter.block_hidden(embeds, dirty)
+    assert drafted.isfinite().all()
+    assert_close(drafted, drafter.block_hidden(embeds, clean), limit=1e-6)
 
 
 @every_case
