@@ -208,3 +208,9 @@ def _cached(config: DraftConfig) -> DSparkDrafter:
     if config not in _DRAFTERS:
         _DRAFTERS[config] = make_drafter(config)
     return _DRAFTERS[config]
+
+
+def test_an_order_that_its_block_does_not_have_is_refused() -> None:
+    assert replace(KDA, kda=KDAShape(order=G - 1)).kda == KDAShape(order=G - 1)
+    with pytest.raises(ValueError, match=r"^kda\.order: "):
+        replace(KDA, kda=KDAShape(order=G))

@@ -20,6 +20,7 @@ from dspark.draft.model import DSparkDrafter
 from dspark.draft.record import TargetRecord
 from dspark.draft.shapes import KDAShape, MLAShape, Yarn
 from dspark.errors import UserError
+from dspark.interop import exporting, specforge
 from dspark.interop.exporting import export_drafter
 from dspark.interop.formats import FORMATS
 from dspark.interop.importing import import_drafter
@@ -676,3 +677,19 @@ def test_dtypes_are_kept_even_if_the_heads_have_another(tmp_path: Path, dtype: t
     import_drafter(tmp_path / "out", tmp_path / "back")
     same_tensors(tmp_path / "ours", tmp_path / "back")
     assert raw_config(tmp_path / "back")["dtype"] == str(dtype).removeprefix("torch.")
+
+
+def test_a_writer_that_says_something_else_is_caught_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second lock: what was written is read back and has to be the same drafter."""
+    save_drafter(tmp_path / "ours", drafter(PLAIN))
+    written = specforge.FORMAT.write
+
+    def wrong(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
+        return {**written(config, dtype), "rms_norm_eps": 0.5}
+
+    monkeypatch.setattr(exporting, "format_named", lambda _: replace(specforge.FORMAT, write=wrong))
+    with pytest.raises(UserError, match=r"rms_norm_eps: .* would become 0\.5; this"):
+        export_drafter(tmp_path / "ours", tmp_path / "x", layout="sglang")
+    assert not (tmp_path / "x").exists()
