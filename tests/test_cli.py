@@ -24,7 +24,10 @@ from dspark import cli, console
 from dspark_eval.settings import BenchOptions, CalibrateOptions, EvalOptions
 
 REPO = Path(__file__).resolve().parent.parent
-COMMANDS = ["distill", "eval", "bench", "calibrate", "doctor"]
+COMMANDS = [
+    "distill", "eval", "bench", "calibrate", "prune", "import", "export", "inspect", "doctor", "study",
+    "report",
+]  # fmt: skip
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -363,7 +366,7 @@ def test_the_demo_uses_commands_that_exist(run: Run, tmp_path: Path) -> None:
         check=True,
     ).stdout
     lines = re.findall(r"-m dspark (.+)$", listing.replace("\\\n", " "), flags=re.MULTILINE)
-    assert [line.split()[0] for line in lines] == ["distill", "bench"]
+    assert [line.split()[0] for line in lines] == ["distill", "bench"] * 2
     for line in lines:
         _assert_exists(run, line)
     # a bare, newer torch is several times the size: the pinned one comes first, on its own
