@@ -25,8 +25,8 @@ from dspark_eval.settings import BenchOptions, CalibrateOptions, EvalOptions
 
 REPO = Path(__file__).resolve().parent.parent
 COMMANDS = [
-    "distill", "eval", "bench", "calibrate", "prune", "import", "export", "inspect", "doctor", "study",
-    "report",
+    "distill", "eval", "bench", "calibrate", "prune", "import", "export", "inspect", "doctor",
+    "study", "report",
 ]  # fmt: skip
 
 Run = Callable[..., tuple[int, str, str]]
