@@ -119,11 +119,20 @@ def fit(
     if budget.kind == "ms":
         return _fit_time(budget, grid, prices, pricing)
     costs = grid.costs(pricing.counted(budget.kind))
-    limit = budget.limit(float(costs.max()))
-    choice = choose(grid, prices, costs, limit)
+    choice = choose(grid, prices, costs, budget.limit(float(costs.max())))
     if choice is None:
         raise _too_small(budget, f"{costs.min():,.0f} {budget.kind}", grid)
     return choice
+
+
+def check_reachable(budget: Budget, config: DraftConfig, pricing: Pricing) -> None:
+    """Raises UserError, naming the floor, for a budget of counted things that no size meets."""
+    if budget.kind == "ms":
+        return
+    grid = Grid.of(config, range(config.num_layers))
+    costs = grid.costs(pricing.counted(budget.kind))
+    if costs.min() > budget.limit(float(costs.max())):
+        raise _too_small(budget, f"{costs.min():,.0f} {budget.kind}", grid)
 
 
 def _fit_time(

@@ -28,7 +28,7 @@ from dspark.distill.answers import (
     response_settings,
 )
 from dspark.distill.batches import make_batch
-from dspark.distill.budget import Budget, Pricing, fit
+from dspark.distill.budget import Budget, Pricing, check_reachable, fit
 from dspark.distill.config import load_config
 from dspark.distill.effects import Bench, as_document, price, scores
 from dspark.distill.lock import locked
@@ -120,17 +120,17 @@ class _Pruning:
     def run(self) -> dict[str, Any]:
         """Decide, cut, measure, save; returns the report so far."""
         options = self.options
-        self._tell("measuring the drafter as it is")
-        report: dict[str, Any] = {
-            "schema_version": 1,
-            "options": options.document(),
-            "before": self._measure(self.drafter),
-        }
+        report: dict[str, Any] = {"schema_version": 1, "options": options.document()}
         drafter = self.drafter
         if options.vocab is not None:
             drafter, report["vocabulary"] = self._reduce_vocabulary(options.vocab)
-        if options.budget is not None:
-            drafter, decided = self._cut(drafter, Budget.parse(options.budget))
+        budget = None if options.budget is None else Budget.parse(options.budget)
+        if budget is not None:
+            check_reachable(budget, drafter.config, self._pricing())
+        self._tell("measuring the drafter as it is")
+        report["before"] = self._measure(self.drafter)
+        if budget is not None:
+            drafter, decided = self._cut(drafter, budget)
             report |= decided
         report["pruned"] = self._measure(drafter)
         report["recovered"] = None
