@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 
 from dspark.assets import asset
 from dspark.draft.config_file import config_from_dict
+from dspark.draft.shapes import Yarn
 from dspark.errors import UserError
 from dspark.files import read_json
 from dspark.k3.checkpoint import load_k3, save_k3
@@ -379,15 +380,14 @@ def draft_config(**changes: Any) -> dict[str, Any]:
     }
 
 
-YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 32768}
-
-
-def test_trap_11_an_mla_drafter_with_interleaved_yarn_is_refused_and_the_target_has_no_rope():
-    """Its softmax scale carries mscale squared: reading it as plain rope would be silent."""
+def test_trap_11_an_mla_drafter_is_not_read_as_another_and_the_target_has_no_rope():
+    """Its softmax scale carries mscale squared (`test_rotary.py` holds the number): its config is
+    never taken for ours, and one that says its rope twice, differently, is refused."""
     with pytest.raises(ValueError, match="architectures"):
         config_from_dict(draft_config(architectures=["K3DSparkModel"], model_type="k3_dspark"))
-    with pytest.raises(ValueError, match="'yarn' is not supported"):
-        config_from_dict(draft_config(rope_parameters={**YARN, "rope_theta": 50000.0}))
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 32768}
+    with pytest.raises(ValueError, match="does not agree with rope_theta"):
+        config_from_dict(draft_config(rope_parameters={**yarn, "rope_theta": 50000.0}))
     # the target itself never rotates: attention sees a set, so swapping two earlier tokens'
     # inputs leaves a later row as it is
     layer = tiny_model().model.layers[2].self_attn
@@ -402,11 +402,18 @@ def test_trap_11_an_mla_drafter_with_interleaved_yarn_is_refused_and_the_target_
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 def test_trap_12_revisions_of_one_drafter_differ_in_rope(key: str):
-    """The older revision has theta 10000 and no scaling, the newer one YaRN: never taken for it."""
-    assert config_from_dict(draft_config()).rope_theta == 10000.0
-    newer = {**YARN, "factor": 16.0, "original_max_position_embeddings": 65536}
-    with pytest.raises(ValueError, match="'yarn' is not supported"):
-        config_from_dict(draft_config(**{key: {**newer, "rope_theta": 10000.0}}))
+    """The older revision has theta 10000 and no scaling, the newer one YaRN: both are read as what
+    they say, wherever they say it; `test_rotary.py` holds what that turns."""
+    older = config_from_dict(draft_config())
+    assert (older.rope_theta, older.yarn) == (10000.0, None)
+    scaling = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 65536}
+    raw = draft_config()
+    if key == "rope_parameters":
+        del raw["rope_theta"]
+        scaling["rope_theta"] = 10000.0
+    newer = config_from_dict({**raw, key: scaling})
+    assert newer.yarn == Yarn(16.0, 65536)
+    assert newer.rope_theta == 10000.0
 
 
 @pytest.mark.parametrize("accepted", [0, 3, 7])
