@@ -25,8 +25,9 @@ from dspark.draft.calibration import Calibration
 from dspark.draft.checkpoint import empty_drafter, read_calibration
 from dspark.draft.config import DraftConfig
 from dspark.draft.cost import context_bytes, parameters, weight_bytes
-from dspark.draft.folder import CONFIG_FILE
+from dspark.draft.folder import CONFIG_FILE, TensorFolder
 from dspark.draft.speedup import Prediction, best, predict
+from dspark.draft.vocabulary import MEMBERS, OFFSETS
 from dspark.errors import UserError
 from dspark.files import read_json
 from dspark.inspection_inputs import Acceptance
@@ -110,7 +111,7 @@ def inspect_drafter(
     opened = open_drafter(folder, assume=True)
     config, dtype = opened.config, opened.dtype
     if opened.stored is not None:
-        own_tensors(opened.stored, opened.theirs, config, made=("d2t", "t2d"))
+        _check_tensors(opened.stored, opened.theirs, config)
     groups = _groups(opened)  # first: it refuses sizes that no tensor can have
     weights = weight_bytes(config, dtype)
     lengths = sorted({*CONTEXTS, *contexts})
@@ -150,6 +151,14 @@ def inspect_drafter(
         if used
         else {},
     )
+
+
+def _check_tensors(stored: TensorFolder, theirs: Mapping[str, str], config: DraftConfig) -> None:
+    """Raises UserError unless the weights fit; maps of a vocabulary may be missing, or identity."""
+    maps = (OFFSETS, MEMBERS)
+    reduced = config.draft_vocab_size is not None
+    names = {name: their for name, their in theirs.items() if reduced or name not in maps}
+    own_tensors(stored, names, config, made=[name for name in maps if name not in names])
 
 
 def _summary(config: DraftConfig, undecided: Sequence[str]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from dspark_eval.sglang_files import sps_table
 from tests import published_drafters as published
 from tests.k3_tiny import TINY, tiny_model
 from tests.published_drafters import PUBLISHED
-from tests.test_golden import edit, made
+from tests.test_golden import REDUCED, edit, made
 from tests.tiny_drafters import FULL
 
 BF16 = torch.bfloat16
@@ -295,6 +295,14 @@ def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert ours.parameters == theirs.parameters
     assert ours.step == theirs.step
     assert "speculators" in theirs.layout
+
+
+def test_a_reduced_vocabulary_with_its_maps(tmp_path: Path) -> None:
+    drafter = made(REDUCED)
+    save_drafter(tmp_path / "d", drafter, golden=False)
+    found = inspect_drafter(tmp_path / "d")
+    assert found.config["draft_vocab_size"] == 40
+    assert found.parameters == sum(weight.numel() for weight in drafter.parameters())
 
 
 def test_the_command_and_its_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
