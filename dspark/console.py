@@ -46,6 +46,10 @@ def run(app: typer.Typer, args: Sequence[str]) -> int:
         return _usage(error)
     except UserError as error:
         return _fail(str(error))
+    except OSError as error:
+        if not error.filename or not error.strerror:  # not about a file: ours to mend
+            raise
+        return _fail(f"{error.filename}: {error.strerror}")
     # typer turns Ctrl-C inside a command into this exit code
     return _interrupted(args) if code == 130 else int(code or 0)
 

@@ -371,3 +371,10 @@ def test_the_demo_uses_commands_that_exist(run: Run, tmp_path: Path) -> None:
         _assert_exists(run, line)
     # a bare, newer torch is several times the size: the pinned one comes first, on its own
     assert listing.index("torch==2.13.0") < listing.index("-c constraints.txt")
+
+
+def test_a_file_in_the_way_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = FileNotFoundError(2, "No such file or directory", "/proc/there")
+    monkeypatch.setattr(dspark_eval.acceptance, "run_eval", _raise(blocked))
+    code, out, err = run("eval", "--draft", ".")
+    assert (code, out, err) == (2, "", "error: /proc/there: No such file or directory\n")
