@@ -79,6 +79,12 @@ def test_scores_of_0_and_1_have_a_bin():
     assert (counts[0], counts[-1], counts.sum()) == (1, 1, 2)
 
 
+def test_a_slot_that_no_round_reached_has_empty_bins() -> None:
+    sums = bin_sums(np.empty(0), np.empty(0, dtype=bool), 4)
+    assert sums.shape == (3, 4)
+    assert not sums.any()
+
+
 def test_many_forecasts_at_once_are_each_on_its_own():
     generator = np.random.default_rng(0)
     scores, labels = generator.random((3, 2, 50)), generator.random(50) < 0.5

@@ -16,6 +16,7 @@ Letters: n rounds, G slots; slots count from 1 in the formulas, from 0 in arrays
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -125,7 +126,7 @@ def survival(logits: Floats, temperatures: Sequence[float]) -> Floats:
 
 def bin_sums(scores: Floats, labels: Bools, bins: int = BINS) -> Floats:
     """[..., n] scores in [0, 1] and [n] labels -> [..., 3, bins]: count, sum score, sum label."""
-    flat = scores.reshape(-1, scores.shape[-1])
+    flat = scores.reshape(math.prod(scores.shape[:-1]), scores.shape[-1])  # -1: not of nothing
     which = np.minimum((flat * bins).astype(np.int64), bins - 1)
     which += bins * np.arange(len(flat))[:, None]
     marks = np.broadcast_to(labels.astype(np.float64), flat.shape)
