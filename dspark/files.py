@@ -19,6 +19,22 @@ from typing import Any
 from dspark.errors import UserError
 
 
+def prepare_folder(folder: Path | str) -> None:
+    """Make a folder that long work will write into, before the work.
+
+    Raises UserError where it cannot be made or written.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot be made ({error.strerror}); choose another place to write to"
+        ) from None
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"{folder}: cannot be written; choose another place to write to")
+
+
 @contextmanager
 def atomic_file(final: Path | str) -> Iterator[Path]:
     """Yield a fresh sibling file that replaces `final` if the body succeeds, else is removed.

@@ -56,7 +56,7 @@ class Inspection:
     """What is known of a drafter. Sizes are bytes, of weights and context in `dtype`.
 
     step: weights that a draft step reads, by part, and in all
-    context: tokens -> bytes that it reads of them; context_per_token is one token's, alone
+    context: tokens -> bytes that it reads of them; context_per_token is what one more adds (kda: 0)
     target_step: bytes of a plain step of the target by part, at the shortest context
     predictions: where acceptance was measured -> one entry for each draft length
     times_from: what the predictions' step times are
@@ -139,7 +139,7 @@ def inspect_drafter(
         parameters=parameters(config),
         groups=groups,
         step={**asdict(weights), "total": weights.total},
-        context_per_token=context_bytes(config, 1, dtype),
+        context_per_token=context_bytes(config, 2, dtype) - context_bytes(config, 1, dtype),
         context=context,
         calibration=_calibrated(calibration),
         target_step=None if cost is None else {**asdict(cost), "total": cost.total},

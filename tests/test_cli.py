@@ -378,3 +378,10 @@ def test_a_file_in_the_way_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dspark_eval.acceptance, "run_eval", _raise(blocked))
     code, out, err = run("eval", "--draft", ".")
     assert (code, out, err) == (2, "", "error: /proc/there: No such file or directory\n")
+
+
+def test_a_key_given_twice_is_refused(run: Run, caught: dict[str, Any]) -> None:
+    code, _, err = run("distill", "--steps", "5", "--set", "train.max_steps=9")
+    assert code == 2
+    assert "train.max_steps is given twice" in err
+    assert not caught

@@ -137,3 +137,13 @@ def test_key_heads_count_only_where_there_are_any(backbone: str) -> None:
     assert DrafterSettings(backbone=backbone, num_heads=5).num_heads == 5
     with pytest.raises(UserError, match=r"expected a multiple of drafter\.num_kv_heads, 2"):
         DrafterSettings(num_heads=5)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("kda_order", "2"), ("kda_block_softmax", True), ("mla_kv_rank", 16)]
+)
+def test_a_key_of_another_backbone_is_refused(key: str, value: object) -> None:
+    with pytest.raises(UserError, match=f"drafter.{key} is .*no effect with backbone attention"):
+        load_config(None, {f"drafter.{key}": value})
+    owner = key.partition("_")[0]
+    load_config(None, {f"drafter.{key}": value, "drafter.backbone": owner})

@@ -18,6 +18,7 @@ from dspark.files import (
     atomic_folder,
     atomic_write_json,
     atomic_write_text,
+    prepare_folder,
     read_json,
     recover_folder,
 )
@@ -235,3 +236,12 @@ def test_folder_over_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a file"), atomic_folder(tmp_path / "checkpoint"):
         pass
     assert (tmp_path / "checkpoint").read_text() == "precious"
+
+
+def test_a_folder_is_prepared_before_long_work_or_refused(tmp_path: Path) -> None:
+    prepare_folder(tmp_path / "a" / "b")
+    prepare_folder(tmp_path / "a" / "b")  # again is fine
+    assert (tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file/x: cannot be made"):
+        prepare_folder(tmp_path / "file" / "x")

@@ -56,7 +56,10 @@ def distill(
         "train.seed": seed,
     }
     given = {key: value for key, value in overrides.items() if value is not None}
-    loaded = load_config(config, given | parse_settings(settings), preset)
+    more = parse_settings(settings)
+    for key in given.keys() & more.keys():
+        raise UserError(f"{key} is given twice, by an option and by --set; keep one")
+    loaded = load_config(config, given | more, preset)
     from dspark.distill.run import run_distill
 
     folder = run_distill(loaded, resume=resume)

@@ -8,7 +8,7 @@ into the saved `run.yaml`. Raises UserError naming the key, its value and what w
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from dspark.distill.options import check, check_at_least, option
@@ -130,6 +130,14 @@ class DrafterSettings:
         for name, known in words.items():
             value = getattr(self, name)
             check(value in known, f"drafter.{name} is {value!r}: expected {' or '.join(known)}")
+        for entry in fields(self):
+            owner = entry.name.partition("_")[0]
+            if owner in BACKBONES and owner != self.backbone:
+                check(
+                    getattr(self, entry.name) == entry.default,
+                    f"drafter.{entry.name} is {getattr(self, entry.name)!r}: it has no effect with "
+                    f"backbone {self.backbone}; leave it out, or set drafter.backbone={owner}",
+                )
         order = self.kda_order
         check(
             order == GLA or (order.isdecimal() and int(order) < self.block_size),

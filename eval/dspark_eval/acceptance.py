@@ -13,7 +13,7 @@ from typing import Any
 
 from dspark.draft.calibration import NOT_CALIBRATED, describe
 from dspark.draft.reliability import average, reliability, survival
-from dspark.files import atomic_write_json
+from dspark.files import atomic_write_json, prepare_folder
 from dspark.nano.grade import is_correct
 from dspark.runtime.confidence import confidence_rounds
 from dspark.runtime.records import Generation, RoundRecord
@@ -38,6 +38,8 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
 
     Raises `UserError` for what `load_suites` and `load_pair` refuse.
     """
+    if options.out is not None:
+        prepare_folder(options.out)
     suites = [
         suite
         for name in options.suites

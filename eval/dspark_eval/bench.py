@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dspark.errors import UserError
-from dspark.files import atomic_write_json
+from dspark.files import atomic_write_json, prepare_folder
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.target import Target
@@ -49,6 +49,9 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
     several temperatures were asked for also `runs`, the list of all of them.
     Raises `UserError` when the drafter never proposes a token, and for what `load_pair` refuses.
     """
+    for file in (options.json, options.plot):
+        if file is not None:
+            prepare_folder(file.parent)
     suite = _one_suite(options)
     pair = load_pair(options)
     document = bench_pair(pair, suite, options)

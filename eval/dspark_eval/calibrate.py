@@ -18,7 +18,7 @@ from dspark.draft.calibration import CALIBRATION_FILE, Calibration, Fitted, meas
 from dspark.draft.reliability import BINS, ConfidenceRounds, Floats, average, bin_sums, survival
 from dspark.draft.scaling import fit_setting
 from dspark.errors import UserError
-from dspark.files import atomic_write_json
+from dspark.files import atomic_write_json, prepare_folder
 from dspark.runtime.confidence import collect_rounds
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval.pair import Pair, load_pair
@@ -38,6 +38,8 @@ def run_calibrate(options: CalibrateOptions) -> dict[str, Any]:
     Raises `UserError` for what `load_suites` and `load_pair` refuse, for a drafter without a
     confidence head, too few prompts, and a folder that cannot be written.
     """
+    if options.out is not None:
+        prepare_folder(options.out)
     suites = [
         suite
         for name in options.suites
