@@ -316,6 +316,16 @@ def test_ctrl_c_says_that_the_same_line_goes_on(
     assert err == f"interrupted; what is finished is kept, to go on: dspark study {line}\n"
 
 
+def test_a_key_of_one_backbone_is_set_for_its_arms_alone(tmp_path: Path) -> None:
+    study = find_study("family").only(("kda-0", "mla"))
+    plan = Plan(study, tmp_path, overrides={"drafter.kda_gate_rank": 8, "train.lr": 1e-3})
+    found = {arm.name: load_config(None, plan.settings(arm)) for arm in study.arms}
+    assert {name: config.drafter.kda_gate_rank for name, config in found.items()} == {
+        "attention": 32, "mla": 32, "kda-0": 8,
+    }  # fmt: skip
+    assert all(config.train.lr == 1e-3 for config in found.values())
+
+
 @pytest.mark.slow
 def test_a_whole_study_of_a_tiny_target(command: Run, tmp_path: Path) -> None:
     """Two arms, really trained, measured, timed; a second call only prints the table again."""

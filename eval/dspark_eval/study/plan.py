@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.distill.config import load_config
+from dspark.draft.config import BACKBONES
 from dspark.errors import UserError
 from dspark_eval.study.arms import Arm, Settings, Study
 
@@ -37,7 +38,8 @@ class Plan:
         draft_length: Proposals per round when measuring.
         target: Name or folder of the target.
         device: Where runs train; measuring is on the CPU.
-        overrides: Settings given on the command line, of every arm; an arm's own come last.
+        overrides: Settings given on the command line, of every arm that has them; an arm's own
+            come last.
         contexts: Context lengths at which drafts are timed, one run after the other; may be empty.
         equal_seconds: Give every arm the training time of the reference's steps, and not its steps.
         long: Prompts of each bucket of long contexts; 0: do not measure there.
@@ -80,11 +82,16 @@ class Plan:
             )
 
     def settings(self, arm: Arm) -> dict[str, Any]:
-        """All settings of an arm, before its size is matched and without a seed."""
+        """All settings of an arm, before its size is matched and without a seed.
+
+        A `--set` of a key that only one backbone has is for the arms of that backbone.
+        """
+        settings = {**self.study.base, **(self.overrides or {}), **arm.settings}
+        backbone = settings.get("drafter.backbone", BACKBONES[0])
+        others = tuple(f"drafter.{name}_" for name in BACKBONES if name != backbone)
+        own = {key: value for key, value in settings.items() if not key.startswith(others)}
         return {
-            **self.study.base,
-            **(self.overrides or {}),
-            **arm.settings,
+            **own,
             "target.name": self.target,
             "target.device": self.device,
             "train.max_steps": self.steps,
