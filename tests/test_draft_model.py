@@ -4,6 +4,7 @@ matter: features at or after the anchor, other blocks, padding, how a text was c
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,24 +12,10 @@ import torch
 from dspark.draft import DraftConfig, DSparkDrafter, block_inputs, default_tap_ids
 from dspark.draft.heads import ConfidenceHead
 from tests import oracles
+from tests.tiny_drafters import FULL, TAP_WIDTH
 from tests.tolerance import assert_close
 
-SMALL = DraftConfig(
-    hidden_size=48,
-    num_layers=2,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=8,
-    intermediate_size=80,
-    vocab_size=120,
-    num_target_layers=9,
-    target_layer_ids=(1, 4, 6),
-    target_tap_kind="residual",
-    mask_token_id=7,
-    block_size=8,
-    markov_rank=12,
-)
-TAP_WIDTH = len(SMALL.target_layer_ids) * SMALL.hidden_size
+SMALL = replace(FULL, block_size=8)
 
 
 def make_drafter(config: DraftConfig = SMALL) -> DSparkDrafter:

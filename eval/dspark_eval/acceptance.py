@@ -38,14 +38,15 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
 
     Raises `UserError` for what `load_suites` and `load_pair` refuse.
     """
-    if options.out is not None:
-        prepare_folder(options.out)
     suites = [
         suite
         for name in options.suites
         for suite in load_suites(name, n_prompts=options.n_prompts, seed=options.seed)
     ]
-    document = eval_pair(load_pair(options), suites, options)
+    pair = load_pair(options)
+    if options.out is not None:
+        prepare_folder(options.out)
+    document = eval_pair(pair, suites, options)
     if options.out is not None:
         from dspark_eval.plots import plot_eval
 

@@ -49,11 +49,11 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
     several temperatures were asked for also `runs`, the list of all of them.
     Raises `UserError` when the drafter never proposes a token, and for what `load_pair` refuses.
     """
+    suite = _one_suite(options)
+    pair = load_pair(options)
     for file in (options.json, options.plot):
         if file is not None:
             prepare_folder(file.parent)
-    suite = _one_suite(options)
-    pair = load_pair(options)
     document = bench_pair(pair, suite, options)
     if options.json is not None:
         atomic_write_json(options.json, document)

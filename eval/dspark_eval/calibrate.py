@@ -38,8 +38,6 @@ def run_calibrate(options: CalibrateOptions) -> dict[str, Any]:
     Raises `UserError` for what `load_suites` and `load_pair` refuse, for a drafter without a
     confidence head, too few prompts, and a folder that cannot be written.
     """
-    if options.out is not None:
-        prepare_folder(options.out)
     suites = [
         suite
         for name in options.suites
@@ -48,6 +46,8 @@ def run_calibrate(options: CalibrateOptions) -> dict[str, Any]:
     pair = load_pair(options)
     if pair.drafter.confidence_head is None:
         raise UserError(f"{options.draft}: this drafter has no confidence head; nothing to fit")
+    if options.out is not None:
+        prepare_folder(options.out)
     prompts = [ids for suite in suites for ids in pair.prompt_ids(suite)]
     if len(prompts) < 2:
         raise UserError(f"--suite: {len(prompts)} prompt; at least 2 are needed, half are held out")
