@@ -2,7 +2,8 @@
 
 A target embeds, runs and un-embeds tokens, and its cache can take back what it has just read.
 Speculative decoding needs exactly one more thing than plain decoding: rows that stay *pending*
-until it is known how many of them were right.
+until it is known which of them were right. Those rows are a chain, or a tree when some of them are
+alternatives to others.
 
 Letters: B batch, T new rows, D hidden, V vocab, N number of taps.
 """
@@ -32,11 +33,33 @@ class TargetOutput:
     taps: Tensor | None
 
 
+class Snapshot(Protocol):
+    """State of one request at one moment. Frozen: nothing that happens to a cache changes it."""
+
+    @property
+    def length(self) -> int:
+        """Committed tokens it stands for."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        ...
+
+    def to(self, device: torch.device | str) -> Snapshot:
+        """The same state on another device, for example in host memory."""
+        ...
+
+
 class Cache(Protocol):
     """All state of a batch of requests: attention latents, recurrent states, windows, lengths.
 
     Invariant: whatever was proposed, taken back and committed before, the cache equals that of a
-    fresh prefill of the committed tokens.
+    fresh prefill of the committed tokens. A batch row whose `valid` is all False and that commits
+    nothing is an idle slot: it costs its share of the pass and keeps its state.
+
+    Every operation but `commit`, `commit_path`, `rollback`, `lengths` and `nbytes` raises
+    RuntimeError while rows are pending.
     """
 
     @property
@@ -56,12 +79,48 @@ class Cache(Protocol):
         """
         ...
 
+    def commit_path(self, path: Tensor) -> None:
+        """Keep the pending rows `path` [B, P] int64, per batch row from the anchor down, -1 padded
+        at the end, and drop the rest; each row must be the parent of the next.
+
+        Raises ValueError if an index is outside -1..T-1 or nothing is pending.
+        """
+        ...
+
     def rollback(self) -> None:
         """Drop all pending rows: `commit(0)`."""
         ...
 
     def select(self, rows: Tensor) -> None:
-        """Keep these batch rows ([b] int64, distinct), in this order; nothing may be pending."""
+        """Keep these batch rows ([b] int64, distinct), in this order."""
+        ...
+
+    def fork(self) -> Cache:
+        """An independent copy with the same rows."""
+        ...
+
+    def snapshot(self, row: int) -> Snapshot:
+        """Copy of what batch row `row` holds."""
+        ...
+
+    def restore(self, row: int, snapshot: Snapshot) -> None:
+        """Put a snapshot of the same target in place of whatever batch row `row` holds."""
+        ...
+
+    def put(self, row: int, other: Cache) -> None:
+        """Replace batch row `row` by the only row of `other`: a request joins."""
+        ...
+
+    def reset(self, row: int) -> None:
+        """Empty batch row `row`: a request left."""
+        ...
+
+    def offload(self) -> None:
+        """Move states to host memory (pinned, where there is an accelerator) until `onload`."""
+        ...
+
+    def onload(self) -> None:
+        """Bring back what `offload` moved. Nothing to do if nothing was."""
         ...
 
 
@@ -82,6 +141,8 @@ class Target(Protocol):
     end_token_ids: tuple[int, ...]
     device: torch.device
     dtype: torch.dtype
+    supports_trees: bool
+    """Whether `forward` takes `parents`."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[...] int64 -> [..., D]."""
@@ -109,13 +170,19 @@ class Target(Protocol):
         cache: Cache,
         *,
         valid: Tensor | None = None,
+        parents: Tensor | None = None,
         taps: TapSet | None = None,
         commit: bool,
     ) -> TargetOutput:
         """Run [B, T] tokens after what the cache holds.
 
-        valid [B, T] bool marks real tokens of a left- or right-padded batch (None: all).
+        valid [B, T] bool marks real tokens (None: all): of a left- or right-padded batch, or of a
+        tree anywhere in the row. What comes out of the others is unspecified.
+        parents [T] or [B, T] int64, smaller than the row's own index, -1 for a row that follows the
+        committed tokens: each row sees those, its ancestors and itself, and stands one position
+        after its parent. None is the chain -1, 0, 1, ... Only for pending rows of a target that
+        `supports_trees`; ValueError otherwise.
         commit True: rows are folded into the cache at once (prefill, plain decoding);
-        False: they stay pending until `cache.commit(n)`.
+        False: they stay pending until `cache.commit(n)`, or `cache.commit_path(path)` for a tree.
         """
         ...
