@@ -1,0 +1,13 @@
+"""How long a draft is: policies, and what they may know.
+
+frontier    the next undecided position of every row, and the protocol of a policy
+fixed, entropy, confidence, throughput, auto    the policies;  walk: what three of them share
+bands       siblings and cuts by confidence, on top of any of them
+"""
+
+from dspark.runtime.policies.confidence import Confidence
+from dspark.runtime.policies.entropy import Entropy
+from dspark.runtime.policies.fixed import Fixed
+from dspark.runtime.policies.frontier import Frontier, Policy, plan_block
+
+__all__ = ["Confidence", "Entropy", "Fixed", "Frontier", "Policy", "plan_block"]
