@@ -36,10 +36,10 @@ class AttentionBackbone:
             self.config, batch, max_length, weight.device, weight.dtype, self.packing.current()
         )
 
-    def extend(self, context: AttentionContext, features: Tensor, kept: list[int]) -> None:
+    def extend(self, context: AttentionContext, features: Tensor, kept: list[int] | Tensor) -> None:
         """Appends the keys and values of committed positions."""
         length = context.uniform_length(kept)
-        if length is not None:
+        if length is not None and isinstance(kept, list):
             # Positions that no layer will see need no keys.
             late = max(0, kept[0] - context.reach)
             features, start = features[:, late : kept[0]], length + late

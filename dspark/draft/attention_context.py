@@ -5,7 +5,7 @@ Letters: L layers, B batch, J key heads, C capacity, K head dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class AttentionContext(DraftContext):
         weights: PackedWeights,
     ) -> None:
         super().__init__(batch, max_length, device)
-        self.weights = weights
+        self.weights: PackedWeights = weights
         rotary = Rotary.of(config, device, dtype)
         assert rotary is not None
         self.rotary = rotary
@@ -64,7 +64,6 @@ class AttentionContext(DraftContext):
             for layer in range(config.num_layers)
         ]
         self.buffers: list[LayerBuffers] = []
-        by_layer: dict[int, tuple[Ring, Tensor, Tensor]] = {}
         for size in sorted(set(reaches)):
             layers = tuple(layer for layer, reach in enumerate(reaches) if reach == size)
             ring = Ring(size, config.block_size)
@@ -74,12 +73,36 @@ class AttentionContext(DraftContext):
             # Zeros, not empty: rows behind a length are masked, and 0 * NaN would still be NaN.
             keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
             self.buffers.append(LayerBuffers(layers, ring, keys, values))
-            by_layer |= {layer: (ring, keys[i], values[i]) for i, layer in enumerate(layers)}
-        self.of_layer = [by_layer[layer] for layer in range(config.num_layers)]
+        self.of_layer = self._views()
         self.reach = max(reaches)
+
+    def _views(self) -> list[tuple[Ring, Tensor, Tensor]]:
+        by_layer = {
+            layer: (each.ring, each.keys[i], each.values[i])
+            for each in self.buffers
+            for i, layer in enumerate(each.layers)
+        }
+        return [by_layer[layer] for layer in range(len(by_layer))]
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
         held = [tensor for each in self.buffers for tensor in (each.keys, each.values)]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    def _write_row(self, row: int, other: AttentionContext | None) -> None:
+        if other is None:
+            for each in self.buffers:
+                each.keys[:, row].zero_()
+                each.values[:, row].zero_()
+            return
+        for mine, its in zip(self.of_layer, other.of_layer, strict=True):
+            for buffer, rows in zip(mine[1:], its[1:], strict=True):
+                mine[0].copy_row(buffer[row], rows[0], its[0], other.row_lengths[0])
+
+    def _select_rows(self, rows: Tensor) -> None:
+        self.buffers = [
+            replace(each, keys=each.keys[:, rows], values=each.values[:, rows])
+            for each in self.buffers
+        ]
+        self.of_layer = self._views()

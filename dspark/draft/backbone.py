@@ -28,14 +28,14 @@ class Backbone(Protocol[Context]):
         """An empty context that drafts with the weights of this moment."""
         ...
 
-    def extend(self, context: Context, features: Tensor, kept: list[int]) -> None:
+    def extend(self, context: Context, features: Tensor, kept: list[int] | Tensor) -> None:
         """Fold committed positions into a context, in place; no gradient.
 
         Args:
             features: [B, n, D] features of the positions after the context's lengths, n >= 1;
                 finite everywhere.
-            kept: Rows to keep of each batch row, from the first, each in 0..n. The lengths are the
-                caller's to move, afterwards.
+            kept: Rows to keep of each batch row, from the first, each in 0..n; a tensor where the
+                context's shapes are fixed. The lengths are the caller's to move, afterwards.
         """
         ...
 

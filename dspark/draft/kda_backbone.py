@@ -45,9 +45,10 @@ class KDABackbone:
         weight = next(iter(self.layers.parameters()))
         return KDAContext(self.config, batch, max_length, weight.device, weight.dtype, self._pack())
 
-    def extend(self, context: KDAContext, features: Tensor, kept: list[int]) -> None:
+    def extend(self, context: KDAContext, features: Tensor, kept: list[int] | Tensor) -> None:
         """Folds committed positions into the states of all layers at once."""
-        if len(set(kept)) == 1:
+        ragged = isinstance(kept, Tensor) or len(set(kept)) > 1
+        if not ragged:
             features = features[:, : kept[0]]
         weights, count = context.weights, features.shape[1]
         config, layers = self.config, self.config.num_layers
@@ -64,8 +65,8 @@ class KDABackbone:
         f = torch.bmm(low, weights.decay).transpose(0, 1).reshape(k.shape)
         g = log_decay(f, weights.dt_bias, weights.rate, self.shape.gate_lower_bound)
         beta = wide(beta).sigmoid()
-        if len(set(kept)) > 1:
-            keep = torch.tensor(kept, device=g.device)[:, None]
+        if ragged:
+            keep = torch.as_tensor(kept, device=g.device)[:, None]
             dropped = torch.arange(count, device=g.device) >= keep
             g = g.masked_fill(dropped[..., None, None], 0.0)
             beta = beta.masked_fill(dropped[..., None], 0.0)

@@ -20,8 +20,8 @@ from dspark.draft.kda_packed import PackedKDA
 class KDAContext(DraftContext):
     """States [B, L*H, K, K] in float32 and windows [B, W-1, 3, L, H*K] of q, k and v rows.
 
-    `extend` replaces both tensors and never writes into them, so whoever keeps the old ones has a
-    snapshot for nothing.
+    Every operation replaces both tensors and never writes into them, so whoever keeps the old ones
+    has a snapshot for nothing.
 
     Args:
         config: Shape of the drafter.
@@ -42,7 +42,7 @@ class KDAContext(DraftContext):
         weights: PackedKDA,
     ) -> None:
         super().__init__(batch, max_length, device)
-        self.weights = weights
+        self.weights: PackedKDA = weights
         layers, heads, width = config.num_layers, config.num_attention_heads, config.head_dim
         self.heads = heads
         high = torch.promote_types(dtype, torch.float32)
@@ -62,3 +62,11 @@ class KDAContext(DraftContext):
         """State [B, H, K, K] and window [B, W-1, 3*H*K] of one layer."""
         state = self.state[:, index * self.heads : (index + 1) * self.heads]
         return state, self.window[:, :, :, index].flatten(2)
+
+    def _write_row(self, row: int, other: KDAContext | None) -> None:
+        self.state, self.window = self.state.clone(), self.window.clone()
+        self.state[row] = 0.0 if other is None else other.state[0]
+        self.window[row] = 0.0 if other is None else other.window[0]
+
+    def _select_rows(self, rows: Tensor) -> None:
+        self.state, self.window = self.state[rows], self.window[rows]

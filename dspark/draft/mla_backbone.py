@@ -41,10 +41,10 @@ class MLABackbone:
             self.config, batch, max_length, weight.device, weight.dtype, self.packing.current()
         )
 
-    def extend(self, context: MLAContext, features: Tensor, kept: list[int]) -> None:
+    def extend(self, context: MLAContext, features: Tensor, kept: list[int] | Tensor) -> None:
         """Appends the latents of committed positions."""
         length, start = context.uniform_length(kept), 0
-        if length is not None:
+        if length is not None and isinstance(kept, list):
             # Positions that no layer will see need no latents.
             late = max(0, kept[0] - context.reach)
             features, start = features[:, late : kept[0]], length + late

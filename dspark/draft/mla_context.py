@@ -110,7 +110,7 @@ class MLAContext(DraftContext):
         weights: PackedMLAWeights,
     ) -> None:
         super().__init__(batch, max_length, device)
-        self.weights = weights
+        self.weights: PackedMLAWeights = weights
         self.rotary = Rotary.of(config, device, dtype)
         shape = mla_shape(config)
         width = shape.kv_lora_rank + shape.qk_rope_head_dim
@@ -129,3 +129,14 @@ class MLAContext(DraftContext):
     def nbytes(self) -> int:
         """Bytes of latents."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.latents)
+
+    def _write_row(self, row: int, other: MLAContext | None) -> None:
+        for layer, (ring, latents) in enumerate(zip(self.rings, self.latents, strict=True)):
+            if other is None:
+                latents[row].zero_()
+                continue
+            theirs = other.latents[layer][0], other.rings[layer]
+            ring.copy_row(latents[row], *theirs, other.row_lengths[0])
+
+    def _select_rows(self, rows: Tensor) -> None:
+        self.latents = [latents[rows] for latents in self.latents]

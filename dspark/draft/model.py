@@ -116,16 +116,15 @@ class DSparkDrafter(nn.Module):
         Raises:
             ValueError: counts outside 0..n, or more positions than the context was made for.
         """
-        rows = features.shape[1]
-        kept = context.counts(rows, counts)
-        if not any(kept):
+        kept = context.counts(features.shape[1], counts)
+        if isinstance(kept, list):
+            features = features[:, : max(kept)]
+        rows, device = features.shape[1], features.device
+        if rows == 0:
             return
-        features = features[:, : max(kept)]
-        rows = features.shape[1]
-        if min(kept) < rows:
+        if isinstance(kept, Tensor) or min(kept) < rows:
             # Nothing beyond a count is used, but some of it is computed: keep it finite.
-            device = features.device
-            keep = torch.arange(rows, device=device) < torch.tensor(kept, device=device)[:, None]
+            keep = torch.arange(rows, device=device) < torch.as_tensor(kept, device=device)[:, None]
             features = features.masked_fill(~keep[..., None], 0)
         self.backbone.extend(context, self.features(features), kept)
         context.move(kept)

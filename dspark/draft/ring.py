@@ -76,7 +76,7 @@ class Ring:
             buffer[..., : rows.shape[-2] - head, :] = rows[..., head:, :]
 
     def append_ragged(
-        self, buffers: list[tuple[Tensor, Tensor]], context: DraftContext, kept: list[int]
+        self, buffers: list[tuple[Tensor, Tensor]], context: DraftContext, kept: list[int] | Tensor
     ) -> None:
         """Writes the first kept[b] of rows [..., B, J, n, K] into buffers [..., B, J, C, K].
 
@@ -86,15 +86,26 @@ class Ring:
         for buffer, rows in buffers:
             buffer.scatter_(-2, slot[:, None, :, None].expand(rows.shape), rows)
 
-    def ragged_slots(self, context: DraftContext, count: int, kept: list[int]) -> Tensor:
+    def ragged_slots(self, context: DraftContext, count: int, kept: list[int] | Tensor) -> Tensor:
         """[B, count] slots of the rows after each length, R where a row is not to be kept.
 
         No other slot appears twice in a batch row: which of two writes wins is not defined.
         """
         offset = torch.arange(count, device=context.device)
-        keep = torch.tensor(kept, device=context.device)[:, None]
+        keep = torch.as_tensor(kept, device=context.device)[:, None]
         used = (offset < keep) & (offset >= keep - self.size)
         return ((context.lengths[:, None] + offset) % self.size).where(used, self.size)
+
+    def copy_row(self, buffer: Tensor, rows: Tensor, other: Ring, length: int) -> None:
+        """Puts the text of `length` in rows [..., C', K] of another ring into buffer [..., C, K].
+
+        Zeros go everywhere else. Rings of one layer differ in size only where the smaller one was
+        made for texts that fit into it, so the smaller of the two holds all that is needed.
+        """
+        held = min(length, self.size, other.size)
+        at = torch.arange(length - held, length, device=buffer.device)
+        buffer.zero_()
+        buffer[..., at % self.size, :] = rows[..., at % other.size, :]
 
     def place(self, context: DraftContext, causal: bool) -> BlockPlace:
         """The block anchored at the context's lengths."""
@@ -109,7 +120,8 @@ class Ring:
             return BlockPlace(start, None, stop, mask[None, None])
         slot = torch.arange(self.slots, device=device)
         starts = context.lengths.clamp(max=self.size)[:, None]
-        stop = min(max(context.row_lengths), self.size) + self.slots
+        longest = self.size if context.fixed else min(max(context.row_lengths), self.size)
+        stop = longest + self.slots
         columns = torch.arange(stop, device=device)
         last = starts[..., None] + (slot[:, None] if causal else self.slots - 1)
         return BlockPlace(None, starts + slot, stop, (columns <= last)[:, None])
