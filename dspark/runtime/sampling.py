@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +36,9 @@ _BELOW_ONE = 1.0 - torch.finfo(torch.float64).eps
 class BadLogits(UserError):
     """A row of logits that defines no distribution: NaN, +inf, or nothing but -inf.
 
-    row, position: index of the first such row ([B, T, V]: batch row and position; else position 0).
+    row       batch row of the first such row of logits
+    position  which of its rows ([B, T, V]; else 0), or, once `located`, the place in the text of
+              the token that could not be chosen: 0 is the first token of the prompt
     """
 
     def __init__(self, whose: str, row: int, position: int, found: str) -> None:
@@ -43,8 +46,23 @@ class BadLogits(UserError):
             f"{whose} logits of row {row}, position {position} hold {found}: no token can be "
             "chosen; check the weights for non-finite values or run in float32"
         )
+        self.whose = whose
         self.row = row
         self.position = position
+        self.found = found
+
+    def located(self, starts: Sequence[int]) -> BadLogits:
+        """The same, where row 0 of batch row b decides token `starts[b]` of its text."""
+        return BadLogits(self.whose, self.row, starts[self.row] + self.position, self.found)
+
+
+@contextmanager
+def text_positions(starts: Callable[[], Sequence[int]]) -> Iterator[None]:
+    """Inside, BadLogits name the place in the text; `starts` is only asked if there is one."""
+    try:
+        yield
+    except BadLogits as error:
+        raise error.located(starts()) from None
 
 
 @dataclass(frozen=True)
