@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dspark.k3.config import K3Config
 from dspark.k3.state import Block, KDAState, LatentState
+from dspark.k3.tiled_attention import TILE_ROWS, TILE_SLOTS
 
 
 class K3Cache:
@@ -58,9 +59,9 @@ class K3Cache:
                 f"{rows} new rows after {self._longest} tokens exceed the cache's max_length "
                 f"{self.max_length}"
             )
-        return Block(
-            rows, counts, commit, self._uniform, self.lengths, visible, self._mask(rows, visible)
-        )
+        tiled = commit and rows > 1 and rows * visible > TILE_ROWS * TILE_SLOTS
+        mask = None if tiled else self._mask(rows, visible)
+        return Block(rows, counts, commit, self._uniform, self.lengths, visible, mask, tiled)
 
     def _mask(self, rows: int, visible: int) -> Tensor | None:
         device = self.lengths.device

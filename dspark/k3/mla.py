@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dspark.k3 import tiled_attention
 from dspark.k3.config import K3Config
 from dspark.k3.layers import LORA_NORM_EPS, Packable, RMSNorm, linear
 from dspark.k3.state import Block, LatentState
@@ -68,7 +69,7 @@ class MLA(Packable):
         c = self.kv_a_layernorm(c)
         if state is not None and block is not None:
             latents = state.write(torch.cat((c, k_p), dim=-1), block)
-            out = self.absorbed(q_BHTX, latents, block.mask)
+            out = self.absorbed(q_BHTX, latents, block)
         else:
             out = self.expanded(q_BHTX, c, k_p)
         out = out.transpose(1, 2).reshape(B, T, self.heads * self.value)
@@ -85,19 +86,21 @@ class MLA(Packable):
         k = torch.cat((k_n, k_p.unsqueeze(1).expand(-1, self.heads, -1, -1)), dim=-1)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
 
-    def absorbed(self, q: Tensor, latents: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention over cached latents [B, L, R+p]; mask [B or 1, T, L] bool. Softmax in
-        float32."""
+    def absorbed(self, q: Tensor, latents: Tensor, block: Block) -> Tensor:
+        """Attention of a block's rows over cached latents [B, L, R+p]. Softmax in float32."""
         B, H, T, _ = q.shape
         w = self.kv_b_proj.weight.view(H, self.nope + self.value, -1)
         q_n, q_p = q.split((self.nope, self.rope), dim=-1)
         q_latent = torch.cat((torch.matmul(q_n, w[:, : self.nope]), q_p), dim=-1) * self.scale
+        rank = self.config.kv_lora_rank
+        if block.tiled:
+            out = tiled_attention.attend(q_latent, latents, rank, block.lengths)
+            return torch.matmul(out, w[:, self.nope :].transpose(1, 2))
         scores = torch.matmul(q_latent.reshape(B, H * T, -1), latents.transpose(1, 2)).view(
             B, H, T, -1
         )
-        if mask is not None:
-            scores = scores.masked_fill(~mask.unsqueeze(1), -torch.inf)
+        if block.mask is not None:
+            scores = scores.masked_fill(~block.mask.unsqueeze(1), -torch.inf)
         weights = scores.softmax(dim=-1, dtype=torch.float32).to(q.dtype)
-        c = latents[..., : self.config.kv_lora_rank]
-        out = torch.matmul(weights.view(B, H * T, -1), c).view(B, H, T, -1)
+        out = torch.matmul(weights.view(B, H * T, -1), latents[..., :rank]).view(B, H, T, -1)
         return torch.matmul(out, w[:, self.nope :].transpose(1, 2))

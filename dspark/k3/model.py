@@ -58,10 +58,10 @@ class DecoderLayer(nn.Module):
         h = self.post_attention_layernorm(h)
         return self.block_sparse_moe(h) if self.moe else self.mlp(h)
 
-    def read_attention(self, prefix: Tensor, bank: Tensor | None) -> Tensor:
+    def read_attention(self, prefix: Tensor, bank: Sequence[Tensor]) -> Tensor:
         return mix(prefix, bank, self.self_attention_res_norm, self.self_attention_res_proj)
 
-    def read_mlp(self, prefix: Tensor, bank: Tensor | None) -> Tensor:
+    def read_mlp(self, prefix: Tensor, bank: Sequence[Tensor]) -> Tensor:
         return mix(prefix, bank, self.mlp_res_norm, self.mlp_res_proj)
 
 
@@ -120,18 +120,19 @@ class K3Model(nn.Module):
         wanted = taps.layer_ids if taps is not None else ()
         raw = taps is not None and taps.kind == "raw_prefix"
         tapped: dict[int, Tensor] = {}
-        prefix, bank = x, None
+        prefix = x
+        bank: list[Tensor] = []
         for i, layer in enumerate(self.decoder_layers):
             h = layer.read_attention(prefix, bank)
             if not raw and i - 1 in wanted:
                 tapped[i - 1] = h
             out = layer.attend(h, states[i], block)
             if i % block_size == 0:
-                entry = prefix.unsqueeze(-2)
-                bank = entry if bank is None else torch.cat((bank, entry), dim=-2)
+                bank.append(prefix)
                 prefix = out
             else:
                 prefix = prefix + out
+            del h, out  # released before the MLP runs
             prefix = prefix + layer.transform(layer.read_mlp(prefix, bank))
             if raw and i in wanted:
                 tapped[i] = prefix

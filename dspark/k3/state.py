@@ -40,7 +40,11 @@ class Block:
     visible: int
     """Latent slots [0, visible) hold everything that any row of the block may read."""
     mask: Tensor | None
-    """[B or 1, T, visible] bool, True = may read; None where every row reads every slot."""
+    """[B or 1, T, visible] bool, True = may read; None where every row reads every slot, or
+    where ``tiled``."""
+    tiled: bool = False
+    """So many rows over so many slots that no mask of them is made: row t reads the slots up to
+    its own, and attention takes them in tiles."""
 
 
 @dataclass(frozen=True)

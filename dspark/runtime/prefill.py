@@ -56,14 +56,20 @@ def prefill(
 ) -> Tensor:
     """Commit one prompt to `cache`, chunk by chunk, and sample the first anchor [1] int64.
 
-    `on_taps` receives each chunk's taps [1, t, N*D] before the next chunk runs.
+    `on_taps` receives each chunk's taps [1, t, N*D] before the next chunk runs, and nothing of a
+    chunk but its last hidden state outlives it: what a prompt needs beside its cache does not grow
+    with its length.
     """
-    tokens = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=target.device)
-    for rows in tokens.split(chunk, dim=1):
+    last = None
+    for start in range(0, len(prompt_ids), chunk):
+        rows = torch.tensor([list(prompt_ids[start : start + chunk])], device=target.device)
         out = target.forward(rows, cache, taps=taps, commit=True)
         if on_taps is not None and out.taps is not None:
             on_taps(out.taps)
-    return sample(target.logits(out.hidden[:, -1]), sampling, generator)
+        last = out.hidden[:, -1].clone()
+        del rows, out
+    assert last is not None, "check_request refuses an empty prompt"
+    return sample(target.logits(last), sampling, generator)
 
 
 def clock(device: torch.device) -> float:
