@@ -31,6 +31,9 @@ CORRECTED = 2
 CUT = 3
 """`Verdict.level`: the block was cut before its end and everything verified was accepted."""
 
+Finish = Literal["end", "stop", "length"]
+"""What ended a text."""
+
 Band = Literal["high", "mid", "low"]
 """Confidence of a position, by the thresholds of the policy in use."""
 
@@ -173,13 +176,14 @@ class Generation:
 
     tokens     new tokens only, the end token included when there was one
     rounds     one record per round; empty for plain decoding
-    finish     "end": an end token was emitted; "length": max_new_tokens were
+    finish     "end": an end token was emitted; "stop": a stop string was completed; "length":
+               max_new_tokens were emitted
     prefill_s  prompt to first token, that token included
     decode_s   everything after the first token
     """
 
     tokens: list[int]
-    finish: Literal["end", "length"]
+    finish: Finish
     prefill_s: float
     decode_s: float
     rounds: list[RoundRecord] = field(default_factory=list)
