@@ -96,11 +96,18 @@ def kda_chunk(
 
 
 def kda_step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, keep: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    keep: int,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """KDA over a few rows, keeping the state of the first ``keep``; see
     ``dspark_kernels.kda.step``."""
-    return _implementation("kda_step")(q, k, v, g, beta, state, keep)
+    return _implementation("kda_step")(q, k, v, g, beta, state, keep, out)
 
 
 def kda_states_at(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dspark.k3.config import K3Config
 from dspark.k3.state import Block, KDAState, LatentState
+from dspark.k3.storage import Kind, PrivateStorage, Storage, take_all
 from dspark.k3.tiled_attention import TILE_ROWS, TILE_SLOTS
 
 
@@ -22,6 +23,7 @@ class K3Cache:
         batch: number of requests B.
         max_length: most tokens that a request may hold, pending rows included.
         dtype: of latents and convolution windows; KDA states are float32 always.
+        storage: where states, windows and latents come from; None: memory of the cache's own.
     """
 
     def __init__(
@@ -31,18 +33,36 @@ class K3Cache:
         max_length: int,
         dtype: torch.dtype,
         device: torch.device,
+        storage: Storage | None = None,
     ) -> None:
-        self.max_length = max_length
+        self.config, self.max_length = config, max_length
+        self._storage = storage or PrivateStorage()
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.layers: list[KDAState | LatentState] = [
-            LatentState(config, batch, max_length, dtype, device)
-            if config.is_full_attention(i)
-            else KDAState(config, batch, dtype, device)
-            for i in range(config.num_hidden_layers)
-        ]
+        self.layers = self._take_layers(batch, dtype, device)
         self._uniform: int | None = 0
         self._longest = 0
         self._pending: Block | None = None
+
+    def _take_layers(
+        self, batch: int, dtype: torch.dtype, device: torch.device
+    ) -> list[KDAState | LatentState]:
+        config = self.config
+        H, K = config.kda_num_heads, config.kda_head_dim
+        latents = (batch, self.max_length, config.kv_lora_rank + config.qk_rope_head_dim)
+        wanted: list[tuple[Kind, int, tuple[int, ...], torch.dtype]] = []
+        for i in range(config.num_hidden_layers):
+            if config.is_full_attention(i):
+                wanted.append((Kind.LATENTS, i, latents, dtype))
+                continue
+            wanted.append((Kind.STATE, i, (batch, H, K, K), torch.float32))
+            wanted.append((Kind.WINDOW, i, (batch, config.kda_conv_size - 1, 3 * H * K), dtype))
+        taken = iter(take_all(self._storage, wanted, device))
+        return [
+            LatentState(next(taken))
+            if config.is_full_attention(i)
+            else KDAState(config, next(taken), next(taken))
+            for i in range(config.num_hidden_layers)
+        ]
 
     def begin(self, rows: int, counts: Tensor | None, commit: bool) -> Block:
         """Announce a block of ``rows`` rows; ``finish`` it once every layer has seen it.

@@ -26,6 +26,7 @@ from dspark.k3.layers import GatedMLP, Packable, RMSNorm, linear
 from dspark.k3.mla import MLA
 from dspark.k3.moe import Experts, LatentMoE
 from dspark.k3.state import Block, KDAState, LatentState
+from dspark.k3.storage import Storage
 from dspark.taps import TapSet
 
 
@@ -159,9 +160,10 @@ class K3ForCausalLM(nn.Module):
         plain = self.config.attn_res_block_size is None
         return ("residual",) if plain else ("attn_res_mixture", "raw_prefix")
 
-    def new_cache(self, batch: int, max_length: int) -> K3Cache:
+    def new_cache(self, batch: int, max_length: int, storage: Storage | None = None) -> K3Cache:
+        """An empty cache; ``storage`` is where its tensors live, None: in memory of its own."""
         weight = self.lm_head.weight
-        return K3Cache(self.config, batch, max_length, weight.dtype, weight.device)
+        return K3Cache(self.config, batch, max_length, weight.dtype, weight.device, storage)
 
     def forward(
         self,

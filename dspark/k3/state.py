@@ -79,15 +79,9 @@ class KDAInputs:
 class KDAState:
     """State [B, H, K, V] float32 and convolution window [B, W-1, C] of one KDA layer."""
 
-    def __init__(
-        self, config: K3Config, batch: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        H, K = config.kda_num_heads, config.kda_head_dim
+    def __init__(self, config: K3Config, state: Tensor, window: Tensor) -> None:
         self.lower_bound = config.kda_gate_lower_bound
-        self.state = torch.zeros(batch, H, K, K, dtype=torch.float32, device=device)
-        self.window = torch.zeros(
-            batch, config.kda_conv_size - 1, 3 * H * K, dtype=dtype, device=device
-        )
+        self.state, self.window = state.zero_(), window.zero_()
         self.replay: KDAInputs | None = None
         self._pending: KDAInputs | None = None
         self._pending_rows: Tensor | None = None
@@ -102,9 +96,10 @@ class KDAState:
             new = new.first(block.counts)
         if block.commit and new.rows > ops.KDA_CHUNK:
             self.fold()
-            out, self.state = ops.kda_chunk(
+            out, state = ops.kda_chunk(
                 q, new.k, new.v, new.g, new.beta, self.state, self.lower_bound
             )
+            self.state.copy_(state)
         else:
             out = self._step(q, new, block.commit)
         if block.commit:
@@ -120,7 +115,8 @@ class KDAState:
             both, done = replay.then(new), replay.rows
             q = torch.cat((replay.k, q), dim=1)  # the outputs of replayed rows are not used
         keep = done + new.rows if commit else done
-        out, self.state = ops.kda_step(q, both.k, both.v, both.g, both.beta, self.state, keep)
+        state = self.state
+        out, _ = ops.kda_step(q, both.k, both.v, both.g, both.beta, state, keep, out=state)
         return out[:, done:] if done else out
 
     def fold(self) -> None:
@@ -128,15 +124,16 @@ class KDAState:
         if self.replay is None:
             return
         r, self.replay = self.replay, None
-        _, self.state = ops.kda_step(r.k, r.k, r.v, r.g, r.beta, self.state, r.rows)
+        ops.kda_step(r.k, r.k, r.v, r.g, r.beta, self.state, r.rows, out=self.state)
 
     def _move_window(self, windowed: Tensor, n: int | Tensor) -> None:
         width = self.window.shape[1]
         if isinstance(n, int):
-            self.window = windowed[:, n : n + width].clone()
+            self.window.copy_(windowed[:, n : n + width])
         else:
             index = n.unsqueeze(1) + torch.arange(width, device=n.device)
-            self.window = windowed.gather(1, index.unsqueeze(-1).expand(-1, -1, windowed.shape[2]))
+            index = index.unsqueeze(-1).expand(-1, -1, windowed.shape[2])
+            torch.gather(windowed, 1, index, out=self.window)
 
     def commit(self, n: int | Tensor) -> None:
         assert self._pending is not None
@@ -162,11 +159,8 @@ class KDAState:
 class LatentState:
     """Latents of one MLA layer: [B, L, R + P], the normalised c and the raw shared key."""
 
-    def __init__(
-        self, config: K3Config, batch: int, length: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        width = config.kv_lora_rank + config.qk_rope_head_dim
-        self.latents = torch.zeros(batch, length, width, dtype=dtype, device=device)
+    def __init__(self, latents: Tensor) -> None:
+        self.latents = latents
 
     def write(self, rows_BTX: Tensor, block: Block) -> Tensor:
         """Put the block's latents after the committed ones; returns [B, visible, X]."""

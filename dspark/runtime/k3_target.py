@@ -18,6 +18,7 @@ from dspark.files import read_json
 from dspark.k3.cache import K3Cache
 from dspark.k3.checkpoint import load_k3_with_report
 from dspark.k3.model import K3ForCausalLM
+from dspark.k3.storage import Storage
 from dspark.runtime.target import Cache, TargetOutput
 from dspark.taps import TapSet
 
@@ -75,8 +76,9 @@ class K3Target:
         rows = self._head[ids]
         return lambda hidden: F.linear(hidden, rows).float()
 
-    def new_cache(self, batch: int, max_length: int) -> K3Cache:
-        return self.model.new_cache(batch, max_length)
+    def new_cache(self, batch: int, max_length: int, storage: Storage | None = None) -> K3Cache:
+        """See `Target.new_cache`; ``storage``: where the cache's tensors live (`dspark.k3`)."""
+        return self.model.new_cache(batch, max_length, storage)
 
     def forward(
         self,

@@ -58,12 +58,20 @@ def recurrent(
 
 
 def recurrent_row(
-    q_BHK: Tensor, k_BHK: Tensor, v_BHV: Tensor, g_BHK: Tensor, beta_BH: Tensor, state: Tensor
+    q_BHK: Tensor,
+    k_BHK: Tensor,
+    v_BHV: Tensor,
+    g_BHK: Tensor,
+    beta_BH: Tensor,
+    state: Tensor,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The new state [B, H, K, V] and the output [B, H, V] of one row."""
-    state = state * g_BHK.exp().unsqueeze(-1)
+    """The new state [B, H, K, V], written to ``out`` if given, and the output [B, H, V] of one
+    row."""
+    state = torch.mul(state, g_BHK.exp().unsqueeze(-1), out=out)
     delta = v_BHV - torch.matmul(k_BHK.unsqueeze(-2), state).squeeze(-2)
-    state = state + k_BHK.unsqueeze(-1) * (beta_BH.unsqueeze(-1) * delta).unsqueeze(-2)
+    write = k_BHK.unsqueeze(-1) * (beta_BH.unsqueeze(-1) * delta).unsqueeze(-2)
+    state = torch.add(state, write, out=out)
     return state, torch.matmul(q_BHK.unsqueeze(-2), state).squeeze(-2)
 
 
@@ -149,21 +157,33 @@ def chunk(
 
 
 def step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, keep: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    keep: int,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs of all T rows, and the state after the first ``keep`` rows only (0 <= keep <= T).
 
     Args and shapes as ``recurrent``. With ``keep`` = 0 the state is returned as it came.
+
+    Args:
+        out: [B, H, K, V], where the new state is written; it may be ``state`` itself, which is then
+            advanced in place. None: a new tensor. Not differentiable with ``out``.
     """
     if q.shape[1] == 1 and keep == 1:
-        new, out = recurrent_row(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
-        return out.unsqueeze(1), new
+        new, read = recurrent_row(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state, out)
+        return read.unsqueeze(1), new
     q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))
     G, scores, U0, W = _within_chunk(q, k, v, g, beta, factored=False)
     U = U0 - torch.matmul(W, state)
-    out = torch.matmul(q * G.exp(), state) + torch.matmul(scores, U)
+    read = torch.matmul(q * G.exp(), state) + torch.matmul(scores, U)
     if keep:
         end = G[..., keep - 1 : keep, :]
         k_to_end = (k[..., :keep, :] * (end - G[..., :keep, :]).exp()).transpose(-1, -2)
-        state = end.transpose(-1, -2).exp() * state + torch.matmul(k_to_end, U[..., :keep, :])
-    return out.transpose(1, 2), state
+        write = torch.matmul(k_to_end, U[..., :keep, :])
+        state = torch.add(torch.mul(end.transpose(-1, -2).exp(), state, out=out), write, out=out)
+    return read.transpose(1, 2), state
