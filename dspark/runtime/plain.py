@@ -6,11 +6,12 @@ difference is that every step yields exactly one token.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
+from dspark.runtime.ending import Ending
 from dspark.runtime.prefill import (
     PREFILL_CHUNK,
     TokenCallback,
@@ -19,8 +20,10 @@ from dspark.runtime.prefill import (
     end_ids,
     prefill,
 )
-from dspark.runtime.records import Generation
-from dspark.runtime.sampling import SamplingParams, request_generator, sample
+from dspark.runtime.records import Emitted, EmittedKind, Generation
+from dspark.runtime.rules import Rules
+from dspark.runtime.sampling import SamplingParams, request_generator, sample, text_positions
+from dspark.runtime.stops import StopStrings
 from dspark.runtime.target import Cache, Target
 
 
@@ -31,36 +34,55 @@ def plain_generate(
     *,
     max_new_tokens: int,
     sampling: SamplingParams,
+    rules: Rules | None = None,
+    stop: StopStrings | None = None,
     end_token_ids: Collection[int] | None = None,
     seed: int = 0,
     on_tokens: TokenCallback | None = None,
+    on_round: Callable[[Sequence[Emitted]], None] | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
 ) -> Generation:
     """Generate up to `max_new_tokens` tokens, one target pass each; `rounds` stays empty.
 
-    `end_token_ids` replaces the target's; `on_tokens` gets one token at a time. Raises UserError
-    for a wrong request and BadLogits for non-finite logits.
+    `end_token_ids` replaces the target's; `on_tokens` and `on_round` get one token at a time.
+    Raises UserError for a wrong request and BadLogits for non-finite logits, which name the place
+    in the text.
     """
     check_request(target, prompt_ids, max_new_tokens)
-    start = clock(target.device)
     ends = end_ids(target, end_token_ids)
+    bound = rules.bind(prompt_ids, ends, target.vocab_size, target.device) if rules else None
+    search = stop.start(min_new_tokens=rules.min_new_tokens if rules else 0) if stop else None
+    ending = Ending(ends, max_new_tokens, search)
+    tokens: list[int] = []
+
+    def emit(anchor: Tensor) -> None:
+        new = ending.cut(anchor.tolist())
+        if bound is not None:
+            bound.extend(anchor)
+        kind: EmittedKind = "plain" if tokens else "first"
+        tokens.extend(new)
+        if on_tokens is not None:
+            on_tokens(new)
+        if on_round is not None:
+            on_round([Emitted(token, kind) for token in new])
+
+    start = clock(target.device)
     generator = request_generator(seed, 0, target.device)
     cache = target.new_cache(1, len(prompt_ids) + max_new_tokens)
-    anchor = prefill(target, cache, prompt_ids, sampling, generator, chunk=prefill_chunk)
-    tokens = anchor.tolist()
-    if on_tokens is not None:
-        on_tokens(list(tokens))
+    anchor = prefill(
+        target, cache, prompt_ids, sampling, generator, rules=bound, chunk=prefill_chunk
+    )
+    emit(anchor)
     decode_start = clock(target.device)
-
-    while tokens[-1] not in ends and len(tokens) < max_new_tokens:
+    while ending.finish is None:
         out = target.forward(anchor.unsqueeze(1), cache, commit=True)
-        anchor = sample(target.logits(out.hidden[:, -1]), sampling, generator)
-        tokens += anchor.tolist()
-        if on_tokens is not None:
-            on_tokens(tokens[-1:])
+        logits = target.logits(out.hidden[:, -1])
+        with text_positions(cache.lengths.tolist):
+            anchor = sample(bound.after(logits) if bound else logits, sampling, generator)
+        emit(anchor)
     return Generation(
         tokens=tokens,
-        finish="end" if tokens[-1] in ends else "length",
+        finish=ending.finish,
         prefill_s=decode_start - start,
         decode_s=clock(target.device) - decode_start,
     )

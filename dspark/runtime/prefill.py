@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dspark.errors import UserError
-from dspark.runtime.sampling import Generators, SamplingParams, sample
+from dspark.runtime.rules import RequestRules
+from dspark.runtime.sampling import Generators, SamplingParams, sample, text_positions
 from dspark.runtime.target import Cache, Target
 from dspark.taps import TapSet
 
@@ -52,13 +53,14 @@ def prefill(
     *,
     taps: TapSet | None = None,
     on_taps: Callable[[Tensor], None] | None = None,
+    rules: RequestRules | None = None,
     chunk: int = PREFILL_CHUNK,
 ) -> Tensor:
     """Commit one prompt to `cache`, chunk by chunk, and sample the first anchor [1] int64.
 
     `on_taps` receives each chunk's taps [1, t, N*D] before the next chunk runs, and nothing of a
     chunk but its last hidden state outlives it: what a prompt needs beside its cache does not grow
-    with its length.
+    with its length. `rules` hold for the anchor as for any token; the caller extends them.
     """
     last = None
     for start in range(0, len(prompt_ids), chunk):
@@ -69,7 +71,9 @@ def prefill(
         last = out.hidden[:, -1].clone()
         del rows, out
     assert last is not None, "check_request refuses an empty prompt"
-    return sample(target.logits(last), sampling, generator)
+    logits = target.logits(last)
+    with text_positions(lambda: [len(prompt_ids)]):
+        return sample(logits if rules is None else rules.after(logits), sampling, generator)
 
 
 def clock(device: torch.device) -> float:

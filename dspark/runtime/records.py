@@ -34,6 +34,9 @@ CUT = 3
 Finish = Literal["end", "stop", "length"]
 """What ended a text."""
 
+EmittedKind = Literal["first", "accepted", "sibling", "corrected", "bonus", "plain"]
+"""Where a token came from, see `Emitted`."""
+
 Band = Literal["high", "mid", "low"]
 """Confidence of a position, by the thresholds of the policy in use."""
 
@@ -125,7 +128,7 @@ class Emitted:
     """
 
     token: int
-    kind: Literal["first", "accepted", "sibling", "corrected", "bonus", "plain"]
+    kind: EmittedKind
     confidence: float | None = None
 
 

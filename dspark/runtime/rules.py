@@ -122,8 +122,8 @@ class RequestRules:
         new = torch.as_tensor(tokens, dtype=torch.int64, device=self.history.device)
         self.history = torch.cat((self.history, new))
 
-    def first(self, logits: Tensor) -> Tensor:
-        """[1, V] target logits of the prompt's last token -> [1, V]."""
+    def after(self, logits: Tensor) -> Tensor:
+        """[1, V] target logits of the history's last token -> [1, V]; raises as `block` does."""
         return self._of_target(logits, [self.history])
 
     def block(self, logits: Tensor, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
