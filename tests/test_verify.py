@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark.runtime.records import ALL_ACCEPTED, CORRECTED, CUT
+from dspark.runtime.records import ALL_ACCEPTED, CORRECTED, CUT, Plan
 from dspark.runtime.sampling import BadLogits, SamplingParams, draw, to_probs
 from dspark.runtime.verify import verify
 from tests.laws import proposal, pvalue, reference, seeded
@@ -49,7 +49,8 @@ def test_a_cut_block_is_judged_up_to_the_cut(params: SamplingParams) -> None:
     tokens = torch.tensor([[1, 2, 3]] * 4 + [[1, 0, 3]])
     lengths = torch.tensor([0, 1, 2, 3, 2])
     probs = None if params.greedy else torch.nn.functional.one_hot(tokens, 6).float()
-    verdict = verify(proposal(tokens, probs), logits, params, seeded(), lengths)
+    offer = proposal(tokens, probs)
+    verdict = verify(offer, logits, params, seeded(), Plan.chain(offer, lengths))
     assert verdict.accepted.tolist() == [0, 1, 2, 3, 1]
     assert verdict.next_token.tolist() == [1, 2, 3, 4, 2]
     assert verdict.level.tolist() == [CUT, CUT, CUT, ALL_ACCEPTED, CORRECTED]
