@@ -20,6 +20,7 @@ from dspark.draft.packed import PackedLayer, PackedWeights, Packing, pack
 from dspark.draft.ring import BlockPlace
 from dspark.draft.rotary import Rotation
 from dspark.draft.sight import train_blocks
+from dspark.k3.storage import Storage
 
 
 class AttentionBackbone:
@@ -29,12 +30,13 @@ class AttentionBackbone:
         self.config, self.layers = config, layers
         self.packing = Packing(layers, pack)
 
-    def new_context(self, batch: int, max_length: int) -> AttentionContext:
+    def new_context(
+        self, batch: int, max_length: int, storage: Storage | None = None
+    ) -> AttentionContext:
         """An empty context that drafts with the weights of this moment."""
         weight = next(iter(self.layers.parameters()))
-        return AttentionContext(
-            self.config, batch, max_length, weight.device, weight.dtype, self.packing.current()
-        )
+        place, weights = (weight.device, weight.dtype), self.packing.current()
+        return AttentionContext(self.config, batch, max_length, *place, weights, storage)
 
     def extend(self, context: AttentionContext, features: Tensor, kept: list[int] | Tensor) -> None:
         """Appends the keys and values of committed positions."""

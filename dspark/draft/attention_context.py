@@ -15,6 +15,7 @@ from dspark.draft.context import DraftContext
 from dspark.draft.packed import PackedWeights
 from dspark.draft.ring import Ring
 from dspark.draft.rotary import Rotary
+from dspark.k3.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class AttentionContext(DraftContext):
         dtype: Dtype of keys and values.
         weights: The drafter's weights, as they are now: keys of one set of weights and queries of
             another do not belong together, so a context keeps the set it was made with.
+        storage: See `DraftContext`.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class AttentionContext(DraftContext):
         device: torch.device,
         dtype: torch.dtype,
         weights: PackedWeights,
+        storage: Storage | None = None,
     ) -> None:
-        super().__init__(batch, max_length, device)
+        super().__init__(batch, max_length, device, weights, storage)
         self.weights: PackedWeights = weights
         rotary = Rotary.of(config, device, dtype)
         assert rotary is not None
@@ -63,16 +66,18 @@ class AttentionContext(DraftContext):
             min(config.window(layer) or max_length, max_length)
             for layer in range(config.num_layers)
         ]
-        self.buffers: list[LayerBuffers] = []
+        kinds: list[tuple[tuple[int, ...], Ring]] = []
+        shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
         for size in sorted(set(reaches)):
             layers = tuple(layer for layer, reach in enumerate(reaches) if reach == size)
             ring = Ring(size, config.block_size)
             shape = (
                 len(layers), batch, config.num_key_value_heads, ring.capacity, config.head_dim
             )  # fmt: skip
-            # Zeros, not empty: rows behind a length are masked, and 0 * NaN would still be NaN.
-            keys, values = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
-            self.buffers.append(LayerBuffers(layers, ring, keys, values))
+            kinds.append((layers, ring))
+            shapes += [(shape, dtype)] * 2
+        taken = iter(self._take(shapes))
+        self.buffers = [LayerBuffers(*kind, next(taken), next(taken)) for kind in kinds]
         self.of_layer = self._views()
         self.reach = max(reaches)
 
@@ -102,7 +107,11 @@ class AttentionContext(DraftContext):
 
     def _select_rows(self, rows: Tensor) -> None:
         self.buffers = [
-            replace(each, keys=each.keys[:, rows], values=each.values[:, rows])
+            replace(
+                each,
+                keys=self._rows_of(each.keys, rows, 1),
+                values=self._rows_of(each.values, rows, 1),
+            )
             for each in self.buffers
         ]
         self.of_layer = self._views()

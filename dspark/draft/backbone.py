@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dspark.draft.config import DraftConfig
 from dspark.draft.context import DraftContext
+from dspark.k3.storage import Storage
 
 Context = TypeVar("Context", bound=DraftContext)
 
@@ -24,7 +25,7 @@ Context = TypeVar("Context", bound=DraftContext)
 class Backbone(Protocol[Context]):
     """Layers of one kind. Features arrive projected and normed: c = hidden_norm(fc(taps))."""
 
-    def new_context(self, batch: int, max_length: int) -> Context:
+    def new_context(self, batch: int, max_length: int, storage: Storage | None = None) -> Context:
         """An empty context that drafts with the weights of this moment."""
         ...
 

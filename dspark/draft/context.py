@@ -13,10 +13,13 @@ Letters: B batch, N new rows.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from dspark.k3.storage import Kind, Storage, take_all
 
 Self = TypeVar("Self", bound="DraftContext")
 
@@ -30,10 +33,16 @@ class DraftContext:
         device: Where its tensors live.
         weights: The drafter's weights, as they are now: what one set of weights has read, another
             cannot draft from, so a context keeps the set it was made with.
+        storage: Where its tensors live from beginning to end; None: in memory of its own.
     """
 
     def __init__(
-        self, batch: int, max_length: int, device: torch.device, weights: object = None
+        self,
+        batch: int,
+        max_length: int,
+        device: torch.device,
+        weights: object = None,
+        storage: Storage | None = None,
     ) -> None:
         if batch < 1 or max_length < 1:
             raise ValueError(f"batch {batch} and max_length {max_length} must both be at least 1")
@@ -42,6 +51,22 @@ class DraftContext:
         self.row_lengths = [0] * batch
         """Exact until `fix_shapes`, which leaves nothing to read here but zeros."""
         self._lengths: Tensor | None = None
+        self._storage = storage
+
+    def _take(self, wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+        """Zeroed tensors of these shapes and dtypes: all, or what the storage raises.
+
+        Zeros, because rows behind a length are masked, and 0 * NaN would still be NaN.
+        """
+        if self._storage is None:
+            return [torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in wanted]
+        numbered = [(Kind.CONTEXT, i, shape, dtype) for i, (shape, dtype) in enumerate(wanted)]
+        return [tensor.zero_() for tensor in take_all(self._storage, numbered, self.device)]
+
+    def _rows_of(self, held: Tensor, rows: Tensor, dim: int = 0) -> Tensor:
+        """These batch rows of a tensor: a new one, or the same memory where that is a storage's."""
+        kept = held.index_select(dim, rows)
+        return kept if self._storage is None else held.narrow(dim, 0, len(rows)).copy_(kept)
 
     @property
     def lengths(self) -> Tensor:
@@ -155,8 +180,9 @@ class DraftContext:
             self.row_lengths = [self.row_lengths[row] for row in rows.tolist()]
 
     def fork(self: Self) -> Self:
-        """A copy that shares no tensor with this one but the drafter's weights."""
+        """A copy in memory of its own, sharing nothing but the drafter's weights."""
         other = copy.copy(self)
+        other._storage = None
         other.row_lengths = list(self.row_lengths)
         other._lengths = None if self._lengths is None else self._lengths.clone()
         other._select_rows(torch.arange(self.batch, device=self.device))
@@ -179,5 +205,5 @@ class DraftContext:
         raise NotImplementedError
 
     def _select_rows(self, rows: Tensor) -> None:
-        """Replace every tensor by a new one of these rows."""
+        """Replace every tensor by one of these rows: a new one, unless a storage owns it."""
         raise NotImplementedError

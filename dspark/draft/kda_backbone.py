@@ -30,6 +30,7 @@ from dspark.draft.kda import (
 from dspark.draft.kda_context import KDAContext
 from dspark.draft.kda_packed import PackedKDA, PackedKDALayer, pack_kda
 from dspark.draft.packed import weight_stamp
+from dspark.k3.storage import Storage
 
 
 class KDABackbone:
@@ -40,10 +41,14 @@ class KDABackbone:
         self.shape = kda_shape(config)
         self._packed: tuple[tuple[tuple[int, int], ...], PackedKDA] | None = None
 
-    def new_context(self, batch: int, max_length: int) -> KDAContext:
+    def new_context(
+        self, batch: int, max_length: int, storage: Storage | None = None
+    ) -> KDAContext:
         """An empty context that drafts with the weights of this moment."""
         weight = next(iter(self.layers.parameters()))
-        return KDAContext(self.config, batch, max_length, weight.device, weight.dtype, self._pack())
+        return KDAContext(
+            self.config, batch, max_length, weight.device, weight.dtype, self._pack(), storage
+        )
 
     def extend(self, context: KDAContext, features: Tensor, kept: list[int] | Tensor) -> None:
         """Folds committed positions into the states of all layers at once."""
@@ -76,12 +81,12 @@ class KDABackbone:
             ]
         else:
             window = windowed[:, count:].clone()
-        context.window = window.view_as(context.window)
         if count <= ops.KDA_CHUNK:
-            _, context.state = ops.kda_step(k, k, v, g, beta, context.state, count)
+            _, state = ops.kda_step(k, k, v, g, beta, context.state, count)
         else:
             bound = self.shape.gate_lower_bound
-            _, context.state = ops.kda_chunk(k, k, v, g, beta, context.state, bound)
+            _, state = ops.kda_chunk(k, k, v, g, beta, context.state, bound)
+        context.hold(state, window.view_as(context.window))
 
     def block(self, hidden: Tensor, context: KDAContext) -> Tensor:
         """One block per row against the frozen states."""

@@ -15,13 +15,14 @@ from dspark.draft.config import DraftConfig
 from dspark.draft.context import DraftContext
 from dspark.draft.kda import kda_shape
 from dspark.draft.kda_packed import PackedKDA
+from dspark.k3.storage import Storage
 
 
 class KDAContext(DraftContext):
     """States [B, L*H, K, K] in float32 and windows [B, W-1, 3, L, H*K] of q, k and v rows.
 
-    Every operation replaces both tensors and never writes into them, so whoever keeps the old ones
-    has a snapshot for nothing.
+    In memory of its own every operation replaces both tensors and never writes into them, so
+    whoever keeps the old ones has a snapshot for nothing; a storage's memory is written in place.
 
     Args:
         config: Shape of the drafter.
@@ -30,6 +31,7 @@ class KDAContext(DraftContext):
         device: Where the tensors live.
         dtype: Dtype of the windows.
         weights: The drafter's weights, as they are now.
+        storage: See `DraftContext`.
     """
 
     def __init__(
@@ -40,17 +42,28 @@ class KDAContext(DraftContext):
         device: torch.device,
         dtype: torch.dtype,
         weights: PackedKDA,
+        storage: Storage | None = None,
     ) -> None:
-        super().__init__(batch, max_length, device)
+        super().__init__(batch, max_length, device, weights, storage)
         self.weights: PackedKDA = weights
         layers, heads, width = config.num_layers, config.num_attention_heads, config.head_dim
         self.heads = heads
         high = torch.promote_types(dtype, torch.float32)
-        self.state = torch.zeros(batch, layers * heads, width, width, device=device, dtype=high)
         before = kda_shape(config).conv_size - 1
-        self.window = torch.zeros(
-            batch, before, 3, layers, heads * width, device=device, dtype=dtype
+        self.state, self.window = self._take(
+            [
+                ((batch, layers * heads, width, width), high),
+                ((batch, before, 3, layers, heads * width), dtype),
+            ]
         )
+
+    def hold(self, state: Tensor, window: Tensor) -> None:
+        """From now on the context is this."""
+        if self._storage is None:
+            self.state, self.window = state, window
+        else:
+            self.state.copy_(state)
+            self.window.copy_(window)
 
     @property
     def nbytes(self) -> int:
@@ -64,9 +77,11 @@ class KDAContext(DraftContext):
         return state, self.window[:, :, :, index].flatten(2)
 
     def _write_row(self, row: int, other: KDAContext | None) -> None:
-        self.state, self.window = self.state.clone(), self.window.clone()
+        if self._storage is None:
+            self.state, self.window = self.state.clone(), self.window.clone()
         self.state[row] = 0.0 if other is None else other.state[0]
         self.window[row] = 0.0 if other is None else other.window[0]
 
     def _select_rows(self, rows: Tensor) -> None:
-        self.state, self.window = self.state[rows], self.window[rows]
+        self.state = self._rows_of(self.state, rows)
+        self.window = self._rows_of(self.window, rows)

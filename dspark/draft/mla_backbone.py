@@ -24,6 +24,7 @@ from dspark.draft.packed import Packing
 from dspark.draft.ring import BlockPlace
 from dspark.draft.rotary import Rotation, softmax_scale
 from dspark.draft.sight import train_blocks
+from dspark.k3.storage import Storage
 
 
 class MLABackbone:
@@ -34,12 +35,13 @@ class MLABackbone:
         self.shape, self.scale = mla_shape(config), softmax_scale(config)
         self.packing = Packing(layers, pack_mla)
 
-    def new_context(self, batch: int, max_length: int) -> MLAContext:
+    def new_context(
+        self, batch: int, max_length: int, storage: Storage | None = None
+    ) -> MLAContext:
         """An empty context that drafts with the weights of this moment."""
         weight = next(iter(self.layers.parameters()))
-        return MLAContext(
-            self.config, batch, max_length, weight.device, weight.dtype, self.packing.current()
-        )
+        place, weights = (weight.device, weight.dtype), self.packing.current()
+        return MLAContext(self.config, batch, max_length, *place, weights, storage)
 
     def extend(self, context: MLAContext, features: Tensor, kept: list[int] | Tensor) -> None:
         """Appends the latents of committed positions."""

@@ -21,6 +21,7 @@ from dspark.draft.mla import DraftMLA, mla_shape
 from dspark.draft.packed import PackedMLP
 from dspark.draft.ring import Ring
 from dspark.draft.rotary import Rotary
+from dspark.k3.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ class MLAContext(DraftContext):
         device: Where the buffers live.
         dtype: Dtype of latents.
         weights: The drafter's weights, as they are now; see `AttentionContext`.
+        storage: See `DraftContext`.
     """
 
     def __init__(
@@ -108,8 +110,9 @@ class MLAContext(DraftContext):
         device: torch.device,
         dtype: torch.dtype,
         weights: PackedMLAWeights,
+        storage: Storage | None = None,
     ) -> None:
-        super().__init__(batch, max_length, device)
+        super().__init__(batch, max_length, device, weights, storage)
         self.weights: PackedMLAWeights = weights
         self.rotary = Rotary.of(config, device, dtype)
         shape = mla_shape(config)
@@ -118,11 +121,9 @@ class MLAContext(DraftContext):
             Ring(min(config.window(layer) or max_length, max_length), config.block_size)
             for layer in range(config.num_layers)
         ]
-        # Zeros, not empty: rows behind a length are masked, and 0 * NaN would still be NaN.
-        self.latents = [
-            torch.zeros(batch, 1, ring.capacity, width, device=device, dtype=dtype)
-            for ring in self.rings
-        ]
+        self.latents = self._take(
+            [((batch, 1, ring.capacity, width), dtype) for ring in self.rings]
+        )
         self.reach = max(ring.size for ring in self.rings)
 
     @property
@@ -139,4 +140,4 @@ class MLAContext(DraftContext):
             ring.copy_row(latents[row], *theirs, other.row_lengths[0])
 
     def _select_rows(self, rows: Tensor) -> None:
-        self.latents = [latents[rows] for latents in self.latents]
+        self.latents = [self._rows_of(latents, rows) for latents in self.latents]

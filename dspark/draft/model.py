@@ -24,6 +24,7 @@ from dspark.draft.config import DraftConfig
 from dspark.draft.context import DraftContext
 from dspark.draft.heads import ConfidenceHead, sequential_head
 from dspark.draft.vocabulary import vocabulary_ids, vocabulary_maps
+from dspark.k3.storage import Storage
 from dspark.taps import TapSet
 
 INIT_STD = 0.02
@@ -95,12 +96,15 @@ class DSparkDrafter(nn.Module):
         """Context features c of concatenated taps, ascending layer id: [..., N*D] -> [..., D]."""
         return self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
 
-    def new_context(self, batch: int, max_length: int) -> DraftContext:
+    def new_context(
+        self, batch: int, max_length: int, storage: Storage | None = None
+    ) -> DraftContext:
         """An empty context for `batch` texts of at most `max_length` tokens.
 
         It drafts with the weights of this moment; after training further, make a new one.
+        `storage`: where its tensors live; None: in memory of its own.
         """
-        return self.backbone.new_context(batch, max_length)
+        return self.backbone.new_context(batch, max_length, storage)
 
     @torch.no_grad()
     def extend(

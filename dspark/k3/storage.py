@@ -22,11 +22,13 @@ class Kind(Enum):
     STATE    [B, H, K, V] float32, recurrent state of a KDA layer
     WINDOW   [B, W-1, C], last rows before the convolution of a KDA layer
     LATENTS  [B, L, X], latents of an MLA layer, L = the cache's max_length
+    CONTEXT  any shape, what a drafter remembers beside the cache; its "layer" just counts them
     """
 
     STATE = "state"
     WINDOW = "window"
     LATENTS = "latents"
+    CONTEXT = "draft context"
 
 
 class Storage(Protocol):
@@ -100,5 +102,5 @@ def _check(
             f"storage gave {tuple(tensor.shape)} {tensor.dtype} for the {kind.value} of layer "
             f"{layer}; expected {tuple(shape)} {dtype}"
         )
-    if kind is not Kind.LATENTS and not tensor.is_contiguous():
+    if kind in (Kind.STATE, Kind.WINDOW) and not tensor.is_contiguous():
         raise ValueError(f"storage gave a strided {kind.value} for layer {layer}")
