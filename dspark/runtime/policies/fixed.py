@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from dspark.errors import UserError
 from dspark.runtime.policies.frontier import Frontier
-from dspark.runtime.records import RoundRecord
+from dspark.runtime.records import Band, RoundRecord
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,10 @@ class Fixed:
 
     def observe(self, record: RoundRecord) -> None:
         """Nothing to learn."""
+
+    def bands(self, confidence: Sequence[float]) -> tuple[Band, ...]:
+        """Nothing here depends on a band."""
+        return ()
 
     def fresh(self) -> Fixed:
         return replace(self)

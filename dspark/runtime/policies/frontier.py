@@ -16,14 +16,14 @@ Letters: B batch rows, G slots of the proposal, k position from 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dspark.errors import UserError
-from dspark.runtime.records import Plan, Proposal, RoundRecord
+from dspark.runtime.records import Band, Plan, Proposal, RoundRecord
 
 LONGEST_DRAFT = 8
 """`max_draft` where none is given, if the block is no shorter."""
@@ -134,6 +134,10 @@ class Policy(Protocol):
 
     def observe(self, record: RoundRecord) -> None:
         """Learn from a finished round of one row."""
+        ...
+
+    def bands(self, confidence: Sequence[float]) -> tuple[Band, ...]:
+        """In which band each position of a block was; empty for a policy without bands."""
         ...
 
     def fresh(self) -> Policy:

@@ -8,7 +8,7 @@ of the host the loop runs to `max_draft` with rows masked out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dspark.errors import UserError
 from dspark.runtime.policies.frontier import LONGEST_DRAFT, Frontier
-from dspark.runtime.records import RoundRecord
+from dspark.runtime.records import Band, RoundRecord
 
 Rule = TypeVar("Rule", bound="Limits")
 
@@ -51,6 +51,10 @@ class Limits:
 
     def observe(self, record: RoundRecord) -> None:
         """Rules that learn nothing."""
+
+    def bands(self, confidence: Sequence[float]) -> tuple[Band, ...]:
+        """Nothing here depends on a band."""
+        return ()
 
     def fresh(self: Rule) -> Rule:
         return replace(self)
