@@ -27,8 +27,8 @@ class DraftHead:
         self.embed = target.embed
         self._dtype = target.dtype
         self._width = target.vocab_size
-        self._ids = None if ids is None else ids.to(target.device)
-        self._head = target.logits if self._ids is None else target.head(self._ids)
+        self.ids = None if ids is None else ids.to(target.device)
+        self._head = target.logits if self.ids is None else target.head(self.ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] states of the drafter -> [..., V'] float32, the caller's to overwrite."""
@@ -36,11 +36,11 @@ class DraftHead:
 
     def tokens(self, drawn: Tensor) -> Tensor:
         """Draft ids of any shape -> target ids."""
-        return drawn if self._ids is None else self._ids[drawn]
+        return drawn if self.ids is None else self.ids[drawn]
 
     def spread(self, probs: Tensor) -> Tensor:
         """[..., V'] over draft ids -> [..., V] over target ids, zero outside the vocabulary."""
-        if self._ids is None:
+        if self.ids is None:
             return probs
         wide = probs.new_zeros((*probs.shape[:-1], self._width))
-        return wide.index_copy_(-1, self._ids, probs)
+        return wide.index_copy_(-1, self.ids, probs)

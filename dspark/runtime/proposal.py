@@ -2,7 +2,8 @@
 
     h_1..h_G = backbone([anchor, mask, ..., mask], context)       always the trained block size
     l_k      = LM head(h_k) + bias(code of x_0..x_{k-1})          x_0 = anchor
-    x_k ~ q_k = to_probs(l_k)                                     argmax at temperature 0
+    x_k ~ q_k = to_probs(rules(l_k))                              argmax at temperature 0
+    siblings of x_k ~ q_k without x_k, without replacement        the next best at temperature 0
     c_k      = sigmoid(confidence(h_k, markov_embed(x_{k-1})) / T_k)    known before x_k
 
 A shorter draft length cuts after the block has run: the backbone was trained at one width and a
@@ -17,8 +18,9 @@ Letters: B batch, G block slots, g draft length, V vocabulary of the target, V' 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,16 +29,14 @@ from dspark.draft.anchors import block_inputs
 from dspark.draft.calibration import Calibration
 from dspark.errors import UserError
 from dspark.runtime.draft_head import DraftHead
+from dspark.runtime.faults import fault_of, raise_fault
 from dspark.runtime.records import Proposal
-from dspark.runtime.sampling import (
-    Generators,
-    SamplingParams,
-    check_logits,
-    draw_at,
-    to_probs,
-    uniform,
-)
+from dspark.runtime.sampling import Generators, SamplingParams, draw_at, to_probs, uniform
+from dspark.runtime.siblings import draw_siblings, next_best
 from dspark.taps import TapSet
+
+if TYPE_CHECKING:
+    from dspark.runtime.rules import RequestRules
 
 
 class BlockConfig(Protocol):
@@ -128,29 +128,68 @@ def propose(
     draft_length: int,
     sampling: SamplingParams,
     generator: Generators,
+    *,
+    siblings: int = 0,
+    rules: Sequence[RequestRules | None] | None = None,
+    check: bool = True,
 ) -> Proposal:
     """Propose `draft_length` tokens after `anchor` [B] int64, each an id of the target.
 
-    `head` belongs to `drafter` and its target; `context` holds the taps of every committed token
-    before the anchor. Raises UserError for a draft length outside 1..block_size and BadLogits if
-    the drafter's logits are not finite.
+    Args:
+        head: Of `drafter` and its target.
+        context: Holds the taps of every committed token before the anchor.
+        generator: Gives a block's worth of uniforms whatever the draft length, so that a request's
+            draws do not depend on how far its batch drafts; none at temperature 0.
+        siblings: How many to propose beside each token.
+        rules: Of each batch row, applied slot by slot on the host's time; None: nobody has any.
+        check: False leaves it to `verify`, which this proposal then tells of bad logits.
+
+    Raises UserError for a draft length outside 1..block_size and BadLogits if the drafter's logits
+    are not finite. Waits for no device but for that check and for rules.
     """
     check_draft_length(drafter, draft_length)
-    block = block_inputs(anchor, drafter.config.block_size, drafter.config.mask_token_id)
+    block_size = drafter.config.block_size
+    block = block_inputs(anchor, block_size, drafter.config.mask_token_id)
     hidden = drafter.block_hidden(head.embed(block), context)[:, :draft_length]
     logits = head.logits(hidden)
-    if sampling.greedy:
-        tokens, probs = _walk_greedy(drafter.markov_head, head, logits, hidden, anchor), None
-    else:
-        u = uniform((anchor.shape[0], draft_length), generator, anchor.device)
-        walk = _walk_sampled(drafter.markov_head, head, logits, hidden, anchor, sampling, u)
-        tokens, probs = walk
+    coins = None
+    if not sampling.greedy:
+        shape = (anchor.shape[0], block_size, 1 + siblings)
+        coins = uniform(shape, generator, anchor.device)[:, :draft_length]
+    walk = _Walk(drafter.markov_head, head, sampling, coins, rules)
+    drawn, choices = walk.run(logits, hidden, anchor)
+    tokens, probs, beside = head.tokens(drawn), None, None
+    if coins is not None or siblings:
+        choices_BgV = torch.stack(choices, dim=1)
+        probs = None if coins is None else head.spread(choices_BgV)
+        beside = _siblings(head, choices_BgV, drawn, siblings, coins) if siblings else None
     confidence = None
     if drafter.confidence_head is not None:
         before = torch.cat((anchor.unsqueeze(1), tokens[:, :-1]), dim=1)
         scores = drafter.confidence_head(hidden, drafter.markov_head.embed(before))
         confidence = _confidence(drafter.calibration, scores, sampling)
-    return Proposal(tokens, probs, confidence, _entropy(logits))
+    fault = -fault_of(logits)
+    if check:
+        raise_fault(fault.tolist())
+    return Proposal(
+        tokens=tokens,
+        probs=probs,
+        confidence=confidence,
+        entropy=_entropy(logits),
+        siblings=beside,
+        fault=fault,
+    )
+
+
+def _siblings(
+    head: DraftHead, choices: Tensor, drawn: Tensor, count: int, coins: Tensor | None
+) -> Tensor:
+    """[B, g, count] target ids besides the draft ids `drawn`, -1 where there is no other token."""
+    if coins is None:
+        found = next_best(choices, drawn, count)
+    else:
+        found = draw_siblings(choices, drawn, coins[..., 1:])
+    return torch.where(found < 0, found, head.tokens(found.clamp(min=0)))
 
 
 def _confidence(
@@ -162,39 +201,51 @@ def _confidence(
     return calibration.confidence(scores, sampling)
 
 
-def _walk_greedy(
-    sequential: SequentialHead, head: DraftHead, logits: Tensor, hidden: Tensor, anchor: Tensor
-) -> Tensor:
-    """Adds the biases to `logits` [B, g, V'] in place; returns the argmax walk [B, g]."""
-    tokens, prev, state = [], anchor, sequential.start(anchor.shape[0])
-    for row, slot in zip(logits.unbind(1), hidden.unbind(1), strict=True):
-        code, state = sequential.step(prev, slot, state)
-        prev = head.tokens(_add_bias(row, sequential, code).argmax(dim=-1))
-        tokens.append(prev)
-    check_logits(logits, "drafter")
-    return torch.stack(tokens, dim=1)
+@dataclass(frozen=True, eq=False)
+class _Walk:
+    """Left to right over the slots, each conditioned on the tokens chosen before it.
 
+    coins  [B, g, 1 + m] float64 uniforms, the first of them chooses the token; None: argmax
+    """
 
-def _walk_sampled(
-    sequential: SequentialHead,
-    head: DraftHead,
-    logits: Tensor,
-    hidden: Tensor,
-    anchor: Tensor,
-    sampling: SamplingParams,
-    u: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """As `_walk_greedy`, drawing with uniforms `u` [B, g]; also the q [B, g, V] drawn from."""
-    tokens, probs, prev, state = [], [], anchor, sequential.start(anchor.shape[0])
-    for k, (row, slot) in enumerate(zip(logits.unbind(1), hidden.unbind(1), strict=True)):
-        code, state = sequential.step(prev, slot, state)
-        # Checked once for all slots below: a bad row draws some id in range until then.
-        q = to_probs(_add_bias(row, sequential, code), sampling, check=False)
-        prev = head.tokens(draw_at(q, u[:, k]))
-        tokens.append(prev)
-        probs.append(q)
-    check_logits(logits, "drafter")
-    return torch.stack(tokens, dim=1), head.spread(torch.stack(probs, dim=1))
+    sequential: SequentialHead
+    head: DraftHead
+    sampling: SamplingParams
+    coins: Tensor | None
+    rules: Sequence[RequestRules | None] | None
+
+    def run(self, logits: Tensor, hidden: Tensor, anchor: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Adds the biases to `logits` [B, g, V'] in place.
+
+        Returns the chosen draft ids [B, g] and, slot by slot, what they were chosen from [B, V']:
+        probabilities or, at temperature 0, logits.
+        """
+        drawn, choices, tokens = [], [], [anchor]
+        state = self.sequential.start(anchor.shape[0])
+        for k, (row, slot) in enumerate(zip(logits.unbind(1), hidden.unbind(1), strict=True)):
+            code, state = self.sequential.step(tokens[-1], slot, state)
+            scores = self._ruled(_add_bias(row, self.sequential, code), tokens[1:])
+            # A bad row chooses some id in range; its fault is found once for all slots.
+            if self.coins is None:
+                choice, token = scores, scores.argmax(dim=-1)
+            else:
+                choice = to_probs(scores, self.sampling, check=False)
+                token = draw_at(choice, self.coins[:, k, 0])
+            drawn.append(token)
+            choices.append(choice)
+            tokens.append(self.head.tokens(token))
+        return torch.stack(drawn, dim=1), choices
+
+    def _ruled(self, scores: Tensor, drafted: list[Tensor]) -> Tensor:
+        """Logits [B, V'] under the rules of each row, a new tensor; as they are without rules."""
+        if self.rules is None or all(rules is None for rules in self.rules):
+            return scores
+        path = torch.stack(drafted, dim=1) if drafted else scores.new_empty(len(scores), 0).long()
+        ruled = [
+            row if rules is None else rules.slot(row, before, self.head.ids)
+            for row, before, rules in zip(scores, path, self.rules, strict=True)
+        ]
+        return torch.stack(ruled)
 
 
 def _add_bias(row: Tensor, sequential: SequentialHead, code: Tensor) -> Tensor:
