@@ -104,10 +104,11 @@ def kda_step(
     state: Tensor,
     keep: int,
     out: Tensor | None = None,
+    upto: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """KDA over a few rows, keeping the state of the first ``keep``; see
+    """KDA over a few rows, a chain or a tree, keeping the state of the first ``keep``; see
     ``dspark_kernels.kda.step``."""
-    return _implementation("kda_step")(q, k, v, g, beta, state, keep, out)
+    return _implementation("kda_step")(q, k, v, g, beta, state, keep, out, upto)
 
 
 def kda_states_at(

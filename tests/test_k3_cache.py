@@ -363,7 +363,8 @@ def test_a_full_cache_refuses_and_stays_usable():
 
 
 def test_drafts_cost_rows_not_states():
-    """Bytes of a pending block: k, v, g, beta and the convolution's rows, per layer and token."""
+    """Bytes of a pending block: k, g, beta, the convolution's rows before and after it (q and k
+    stay beside v, of which they are one result), per layer and token."""
     model = shared()
     H, K = TINY.kda_num_heads, TINY.kda_head_dim
     layers = TINY.num_hidden_layers - len(TINY.full_attention_layers)
@@ -372,16 +373,16 @@ def test_drafts_cost_rows_not_states():
         _, held = prefill(model, tiny_tokens(1, 9))
         model(tiny_tokens(1, rows), held, commit=False)
         sizes.append(held.nbytes)
-    per_token = 4 * layers * (3 * H * K + H + 3 * H * K)
+    per_token = 4 * layers * (2 * H * K + H + 6 * H * K)
     assert sizes[1] - sizes[0] == 4 * per_token
 
 
 def test_a_commit_for_each_row_equals_one_for_all():
     """The per-row form neutralises rejected rows instead of cutting them off."""
-    model, prompt = shared(), tiny_tokens(2, 6)
-    held = [model.new_cache(2, 32) for _ in range(2)]
-    block = tiny_tokens(2, 5, seed=3)
-    for one, count in zip(held, (3, torch.tensor([3, 3])), strict=True):
+    model, prompt = shared(), tiny_tokens(3, 6)
+    held = [model.new_cache(3, 32) for _ in range(2)]
+    block = tiny_tokens(3, 5, seed=3)
+    for one, count in zip(held, (3, torch.tensor([3, 3, 1])), strict=True):
         model(prompt, one)
         model(block, one, commit=False)
         one.commit(count)

@@ -83,7 +83,8 @@ class KDA(Packable):
         windowed = (
             state.with_window(rows) if state is not None else F.pad(rows, (0, 0, self._window, 0))
         )
-        q, k, v = self._convolve(windowed, T).view(B, T, 3, self.heads, self.width).unbind(2)
+        taps = block.taps if block is not None else None
+        q, k, v = self._convolve(windowed, T, taps).view(B, T, 3, self.heads, self.width).unbind(2)
         q, k = _unit(q) * self.width**-0.5, _unit(k)
         new = KDAInputs(k, v, self._log_decay(f_a), b.float().sigmoid())
         if state is not None and block is not None:
@@ -101,10 +102,16 @@ class KDA(Packable):
     def _window(self) -> int:
         return self.config.kda_conv_size - 1
 
-    def _convolve(self, windowed: Tensor, rows: int) -> Tensor:
-        """silu of y_t = sum_i w_i u_{t-3+i} over window and rows, [B, T, 3 H K] float32."""
+    def _convolve(self, windowed: Tensor, rows: int, taps: Tensor | None) -> Tensor:
+        """silu of y_t = sum_i w_i u_{t-3+i} over window and rows, [B, T, 3 H K] float32.
+
+        ``taps`` [B or 1, T, W] are the places of u_{t-3}, .., u_t where the rows form a tree.
+        """
         w = self._packed_taps if self._packed is not None else self._conv_taps()
         u = windowed.float()
+        if taps is not None:
+            batch = torch.arange(len(u), device=u.device)[:, None, None]
+            return F.silu((u[batch, taps] * w).sum(2))
         out = u[:, :rows] * w[0]
         for i in range(1, w.shape[0]):
             out = torch.addcmul(out, u[:, i : i + rows], w[i])

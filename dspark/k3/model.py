@@ -171,6 +171,7 @@ class K3ForCausalLM(nn.Module):
         cache: K3Cache | None = None,
         *,
         valid: Tensor | None = None,
+        parents: Tensor | None = None,
         taps: TapSet | None = None,
         commit: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
@@ -181,6 +182,9 @@ class K3ForCausalLM(nn.Module):
             cache: continues the requests in it; None runs whole sequences from nothing.
             valid: [B, T] bool, False at padding, on either side; None: every row is real. What
                 padding rows return means nothing. Without a cache, padding on the right only.
+            parents: [B, T] or [T] int64, the row of the block that each row follows, -1 for the
+                committed text; a parent stands before its children. None: each row follows the one
+                before it. Only with a cache and ``commit=False``.
             taps: which hidden states to return; their kind must be one of ``tap_kinds``.
             commit: False leaves the rows pending in the cache until ``cache.commit(n)``.
 
@@ -189,10 +193,15 @@ class K3ForCausalLM(nn.Module):
             taps side by side in ascending layer id [B, T, N D] or None.
 
         Raises:
-            ValueError: a tap kind or layer id that this model does not have; left padding without
-            a cache.
+            ValueError: a tap kind or layer id that this model does not have; left padding or a tree
+            without a cache; what ``cache.begin`` refuses.
         """
         self._check_taps(taps)
+        if parents is not None:
+            if cache is None:
+                raise ValueError("a tree of rows needs a cache that it can stay pending in")
+            block = cache.begin(tokens.shape[1], None, commit, parents, valid)
+            return self._run(tokens, cache, block, taps)
         if cache is None:
             if valid is not None and not bool((valid[:, :-1] >= valid[:, 1:]).all()):
                 raise ValueError("without a cache only right padding is possible")

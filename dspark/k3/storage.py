@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -72,9 +72,18 @@ class PrivateStorage:
         """Nothing to do: the memory goes with its last reference."""
 
 
+class Wanted(NamedTuple):
+    """One tensor that is asked for."""
+
+    kind: Kind
+    layer: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 def take_all(
     storage: Storage,
-    wanted: Sequence[tuple[Kind, int, Sequence[int], torch.dtype]],
+    wanted: Sequence[Wanted],
     device: torch.device,
 ) -> list[Tensor]:
     """All of these tensors or, if the storage has no room for one of them, none.

@@ -41,6 +41,8 @@ class K3Target:
         vocab_size: Ids that are tokens, where the model's tables are padded; None: all rows are.
     """
 
+    supports_trees = True
+
     def __init__(
         self,
         model: K3ForCausalLM,
@@ -86,13 +88,16 @@ class K3Target:
         cache: Cache,
         *,
         valid: Tensor | None = None,
+        parents: Tensor | None = None,
         taps: TapSet | None = None,
         commit: bool,
     ) -> TargetOutput:
         """See `Target.forward`; `cache` must come from this target's `new_cache`."""
         if not isinstance(cache, K3Cache):
             raise TypeError(f"expected a K3Cache of this target, got {type(cache).__name__}")
-        hidden, tapped = self.model(tokens, cache, valid=valid, taps=taps, commit=commit)
+        hidden, tapped = self.model(
+            tokens, cache, valid=valid, parents=parents, taps=taps, commit=commit
+        )
         return TargetOutput(hidden, tapped)
 
 

@@ -20,7 +20,9 @@ of 80 carries a rounding error of 80 ulp(1) either way.
 
 ``step`` is the decode form: outputs for every row, the state only after the first ``keep`` rows.
 It lets a round fold the accepted rows of the previous block and read its own block in one pass, so
-a rejected row never touches the state and no state is ever copied.
+a rejected row never touches the state and no state is ever copied. Its rows may form a tree: then
+"j < r" is "j is an ancestor of r" and G sums along the path from the root, because siblings follow
+the same row and not each other. A sibling costs one more row, not one more state.
 
 Letters: B batch, T rows, H heads, K key width, V value width, N chunks, C rows of a chunk.
 """
@@ -86,33 +88,43 @@ def _future(rows: int, device: torch.device) -> Tensor:
         return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
 
 
-def _pairs_by_difference(q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
-    """sum_d q_r k_j exp(G_r - G_j) and the same of k, [..., C, C]; zero where j > r."""
-    future = _future(q.shape[-2], q.device).unsqueeze(-1)
-    decay = (G.unsqueeze(-2) - G.unsqueeze(-3)).masked_fill(future, -torch.inf).exp()
+def _pairs_by_difference(q: Tensor, k: Tensor, G: Tensor, unseen: Tensor) -> tuple[Tensor, Tensor]:
+    """sum_d q_r k_j exp(G_r - G_j) and the same of k, [..., C, C]; zero where ``unseen``."""
+    decay = (G.unsqueeze(-2) - G.unsqueeze(-3)).masked_fill(unseen.unsqueeze(-1), -torch.inf).exp()
     read = torch.matmul(decay * k.unsqueeze(-3), torch.stack((q, k), dim=-1))  # [..., r, j, 2]
     return read[..., 0], read[..., 1]
 
 
-def _pairs_by_factors(q: Tensor, k: Tensor, G: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for C |g| <= MAX_EXPONENT; the second is left unmasked above the diagonal."""
+def _pairs_by_factors(q: Tensor, k: Tensor, G: Tensor, unseen: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for C |g| <= MAX_EXPONENT; the second is left unmasked, which is right for a chain
+    alone: there all that is unseen stands above the diagonal."""
     grown = (k * (-G).exp()).transpose(-1, -2)
     decay = G.exp()
-    scores = torch.matmul(q * decay, grown).masked_fill(_future(q.shape[-2], q.device), 0.0)
+    scores = torch.matmul(q * decay, grown).masked_fill(unseen, 0.0)
     return scores, torch.matmul(k * decay, grown)
 
 
 def _within_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, factored: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    factored: bool,
+    upto: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Everything of a chunk that does not depend on the entering state. Inputs [..., C, *].
+
+    ``upto`` [..., C, C] bool makes a tree of it: j is r or an ancestor of r. Never with factors.
 
     Returns:
         G [..., C, K] cumulative log-decay; scores [..., C, C] = masked q.k with decay;
         U0 [..., C, V] and W [..., C, K] with U = U0 - W S.
     """
-    G = g.cumsum(-2)
-    scores, A = (_pairs_by_factors if factored else _pairs_by_difference)(q, k, G)
+    G = g.cumsum(-2) if upto is None else torch.matmul(upto.to(g.dtype), g)
+    unseen = _future(q.shape[-2], q.device) if upto is None else ~upto
+    scores, A = (_pairs_by_factors if factored else _pairs_by_difference)(q, k, G, unseen)
     A = A * beta.unsqueeze(-1)
     right = torch.cat((v, k * G.exp()), dim=-1) * beta.unsqueeze(-1)
     # only what stands below the diagonal is read, so A stands for I + A
@@ -165,6 +177,7 @@ def step(
     state: Tensor,
     keep: int,
     out: Tensor | None = None,
+    upto: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Outputs of all T rows, and the state after the first ``keep`` rows only (0 <= keep <= T).
 
@@ -173,12 +186,16 @@ def step(
     Args:
         out: [B, H, K, V], where the new state is written; it may be ``state`` itself, which is then
             advanced in place. None: a new tensor. Not differentiable with ``out``.
+        upto: [B or 1, T, T] bool: row j is row t or one of its ancestors in a tree of rows, which
+            takes the place of row order. Parents stand before their children, and the first
+            ``keep`` rows are a chain and ancestors of all others. None: all rows are one chain.
     """
     if q.shape[1] == 1 and keep == 1:
         new, read = recurrent_row(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state, out)
         return read.unsqueeze(1), new
     q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))
-    G, scores, U0, W = _within_chunk(q, k, v, g, beta, factored=False)
+    upto = None if upto is None else upto.unsqueeze(1)
+    G, scores, U0, W = _within_chunk(q, k, v, g, beta, factored=False, upto=upto)
     U = U0 - torch.matmul(W, state)
     read = torch.matmul(q * G.exp(), state) + torch.matmul(scores, U)
     if keep:

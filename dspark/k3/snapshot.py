@@ -1,0 +1,89 @@
+"""One request's state by itself: what a prefix cache keeps and a request brings along.
+
+A snapshot at n tokens holds, per KDA layer, the recurrent state and the convolution window after
+them, and per MLA layer the latents of the tokens [start, n). Latents never change once written, so
+of several snapshots along one text only the first needs those from the beginning: pieces whose
+ranges join are one state, with the recurrent part of the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dspark.k3.config import K3Config
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The state after ``length`` tokens. ``recurrent`` has (state [H, K, V] float32, window
+    [W-1, C]) per KDA layer, ``latents`` [length - start, X] per MLA layer; nobody writes them."""
+
+    config: K3Config
+    start: int
+    length: int
+    recurrent: tuple[tuple[Tensor, Tensor], ...]
+    latents: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(x.numel() * x.element_size() for x in self._tensors())
+
+    def to(self, device: torch.device | str) -> Snapshot:
+        """The same on another device; from a GPU to the host in pinned memory."""
+        device = torch.device(device)
+        return self._map(lambda x: _move(x, device))
+
+    def clone(self) -> Snapshot:
+        """The same in memory of its own."""
+        return self._map(Tensor.clone)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Snapshot:
+        return replace(
+            self,
+            recurrent=tuple((change(state), change(window)) for state, window in self.recurrent),
+            latents=tuple(change(x) for x in self.latents),
+        )
+
+    def _tensors(self) -> Iterator[Tensor]:
+        for state, window in self.recurrent:
+            yield state
+            yield window
+        yield from self.latents
+
+
+def check_pieces(
+    pieces: Sequence[Snapshot], config: K3Config, dtype: torch.dtype, max_length: int
+) -> None:
+    """Refuses what is not one state of this target.
+
+    Raises:
+        ValueError: another configuration or dtype, ranges that do not join, or more tokens than
+            ``max_length``.
+    """
+    end = 0
+    for piece in pieces:
+        if piece.config != config:
+            raise ValueError("this snapshot is of a target of another configuration")
+        for given in {x.dtype for x in (*piece.latents, *(w for _, w in piece.recurrent))}:
+            if given != dtype:
+                raise ValueError(f"this snapshot is {given}, the cache {dtype}")
+        if piece.start != end:
+            raise ValueError(f"a snapshot from token {piece.start} cannot follow {end} tokens")
+        end = piece.length
+    if end > max_length:
+        raise ValueError(f"{end} tokens do not fit into the cache's max_length {max_length}")
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, pinned where that makes the way back faster."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor)
+
+
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    return to_host(tensor) if tensor.is_cuda and device.type == "cpu" else tensor.to(device)
