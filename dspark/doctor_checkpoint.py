@@ -25,7 +25,7 @@ from dspark.draft.golden_file import GOLDEN_FILE, Golden, digest, read_golden_fi
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
 from dspark.interop.opening import OWN, Opened, open_drafter
-from dspark.runtime.k3_target import LoadedTarget
+from dspark.runtime.loading import LoadedTarget
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from dspark.draft.golden_file import Golden
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
 from dspark.runtime.decode import SpeculativeDecoder
-from dspark.runtime.k3_target import LoadedTarget
+from dspark.runtime.loading import LoadedTarget
 from dspark.runtime.sampling import BadLogits, SamplingParams
 from dspark.runtime.target import Target
 from dspark.taps import TapSet

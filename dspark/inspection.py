@@ -35,7 +35,7 @@ from dspark.interop.opening import Opened, open_drafter
 from dspark.interop.tensors import own_tensors
 from dspark.k3.config import K3Config
 from dspark.k3.cost import PassBytes, pass_bytes
-from dspark.runtime.k3_target import SHIPPED
+from dspark.runtime.loading import SHIPPED
 
 CONTEXTS = (4_096, 131_072, 1_048_576)
 _LAYER = re.compile(r"^layers\.\d+\.")

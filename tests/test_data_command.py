@@ -13,7 +13,7 @@ from dspark.distill.chat import ChatFormat, TrainingRow, printable
 from dspark.distill.responses import ResponseSettings, build_rows
 from dspark.distill.review import anchor_count, review_files, sample, spread
 from dspark.draft.anchors import sample_anchors
-from dspark.runtime.k3_target import load_target, load_tokenizer
+from dspark.runtime.loading import load_target, load_tokenizer
 
 Run = Callable[..., tuple[int, str, str]]
 USER = {"role": "user", "content": "2+2?"}

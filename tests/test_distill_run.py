@@ -26,7 +26,7 @@ from dspark.draft.checkpoint import load_drafter, read_calibration, read_config
 from dspark.errors import UserError
 from dspark.k3.checkpoint import save_k3
 from dspark.runtime.decode import SpeculativeDecoder
-from dspark.runtime.k3_target import load_target
+from dspark.runtime.loading import load_target
 from dspark.runtime.sampling import SamplingParams
 from tests.k3_tiny import TINY, tiny_model
 

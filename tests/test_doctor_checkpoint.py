@@ -28,7 +28,7 @@ from dspark.draft.start import initialise
 from dspark.errors import UserError
 from dspark.interop.exporting import export_drafter
 from dspark.interop.importing import import_drafter
-from dspark.runtime.k3_target import LoadedTarget, load_target
+from dspark.runtime.loading import LoadedTarget, load_target
 from dspark.runtime.target import TargetOutput
 from dspark_eval.lengths import long_contexts
 from dspark_eval.pair import load_pair

@@ -31,7 +31,8 @@ from dspark.errors import UserError
 from dspark.k3.checkpoint import save_k3
 from dspark.runtime.decode import SpeculativeDecoder
 from dspark.runtime.draft_head import DraftHead
-from dspark.runtime.k3_target import K3Target, load_target
+from dspark.runtime.k3_target import K3Target
+from dspark.runtime.loading import load_target
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.proposal import propose
 from dspark.runtime.records import Proposal

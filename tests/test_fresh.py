@@ -12,7 +12,7 @@ from dspark.distill.fresh import new_drafter
 from dspark.draft import DSparkDrafter
 from dspark.draft.shapes import MLAShape, Yarn
 from dspark.errors import UserError
-from dspark.runtime.k3_target import load_target
+from dspark.runtime.loading import load_target
 from tests.tiny_pair import write_pair
 
 

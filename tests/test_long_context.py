@@ -13,7 +13,7 @@ from dspark.draft.model import DSparkDrafter
 from dspark.draft.shapes import KDAShape
 from dspark.files import read_json
 from dspark.runtime.decode import SpeculativeDecoder
-from dspark.runtime.k3_target import load_target
+from dspark.runtime.loading import load_target
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval.acceptance import run_eval
 from dspark_eval.long_context import (

@@ -24,7 +24,7 @@ from dspark.nano.evaluate import (
     wilson,
 )
 from dspark.nano.generate import problem, problem_identity, split_of
-from dspark.runtime.k3_target import load_target
+from dspark.runtime.loading import load_target
 from dspark.runtime.sampling import SamplingParams
 from tests.k3_tiny import TINY, tiny_model
 

@@ -27,7 +27,7 @@ from dspark.distill.run import run_distill
 from dspark.draft.checkpoint import load_drafter
 from dspark.draft.model import DSparkDrafter
 from dspark.runtime.decode import SpeculativeDecoder
-from dspark.runtime.k3_target import LoadedTarget, load_target
+from dspark.runtime.loading import LoadedTarget, load_target
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.proposal import Drafter
 from dspark.runtime.records import RoundRecord

@@ -26,7 +26,7 @@ from dspark.k3.model import K3ForCausalLM
 from dspark.nano.chat import END_OF_MESSAGE
 from dspark.nano.corpus import load_tokenizer
 from dspark.nano.evaluate import answer_problems, evaluate, held_out, summarise
-from dspark.runtime.k3_target import load_target
+from dspark.runtime.loading import load_target
 from dspark.runtime.sampling import SamplingParams
 
 DATA = Path(__file__).resolve().parent.parent / "data"

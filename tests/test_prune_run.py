@@ -24,7 +24,7 @@ from dspark.draft.checkpoint import load_drafter, read_config
 from dspark.draft.cost import context_bytes, parameters, weight_bytes
 from dspark.errors import UserError
 from dspark.files import read_json
-from dspark.runtime.k3_target import load_target
+from dspark.runtime.loading import load_target
 from tests.tiny_pair import write_pair
 
 pytest.importorskip("torch_pruning")

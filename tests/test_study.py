@@ -15,7 +15,7 @@ from dspark import cli, console
 from dspark.distill.config import load_config
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, read_json
-from dspark.runtime.k3_target import load_target
+from dspark.runtime.loading import load_target
 from dspark_eval.study import runs
 from dspark_eval.study.arms import STUDIES, Arm, Study, find_study
 from dspark_eval.study.plan import Plan

@@ -55,7 +55,7 @@ def check(
 ) -> None:
     """Count lines and rows by what is wrong with them; show shares and lengths."""
     from dspark.distill.review import SCHEMA_VERSION, review_files
-    from dspark.runtime.k3_target import load_tokenizer
+    from dspark.runtime.loading import load_tokenizer
 
     tokenizer, _ = load_tokenizer(target)
     settings = _settings(thinking, template, max_length)
@@ -86,7 +86,7 @@ def inspect(
     from rich.console import Console
 
     from dspark.distill.review import review_files, sample
-    from dspark.runtime.k3_target import load_tokenizer
+    from dspark.runtime.loading import load_tokenizer
 
     tokenizer, _ = load_tokenizer(target)
     settings = _settings(thinking, template, max_length)

@@ -59,7 +59,7 @@ def _examine_drafter(
 
     from dspark.devices import find_device
     from dspark.doctor_checkpoint import examine_checkpoint, render_checkpoint
-    from dspark.runtime.k3_target import load_target
+    from dspark.runtime.loading import load_target
 
     if dtype not in TARGET_DTYPES:
         raise UserError(f"--dtype: expected one of {', '.join(TARGET_DTYPES)}; got {dtype!r}")

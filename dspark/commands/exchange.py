@@ -22,7 +22,7 @@ def target_at_hand(name: str | None) -> tuple[TargetFacts | None, TargetCopies |
 
     from dspark.draft.checkpoint import TargetCopies
     from dspark.interop.spec import TargetFacts
-    from dspark.runtime.k3_target import load_target
+    from dspark.runtime.loading import load_target
 
     loaded = load_target(name)
     target = loaded.target

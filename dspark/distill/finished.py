@@ -25,7 +25,7 @@ from dspark.draft.model import DSparkDrafter
 from dspark.files import json_text
 
 if TYPE_CHECKING:
-    from dspark.runtime.k3_target import LoadedTarget
+    from dspark.runtime.loading import LoadedTarget
     from dspark.runtime.target import Target
 
 

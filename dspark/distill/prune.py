@@ -56,7 +56,7 @@ from dspark.draft.pruning.sizes import Grid, Size, resized
 from dspark.draft.vocabulary import coverage, most_frequent, reduce_vocabulary, token_frequency
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, read_json
-from dspark.runtime.k3_target import LoadedTarget, load_target
+from dspark.runtime.loading import LoadedTarget, load_target
 
 
 def run_prune(

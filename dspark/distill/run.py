@@ -51,7 +51,7 @@ from dspark.distill.warm import warm_start
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
 from dspark.files import atomic_write_text
-from dspark.runtime.k3_target import LoadedTarget, load_target
+from dspark.runtime.loading import LoadedTarget, load_target
 
 if TYPE_CHECKING:
     from dspark.runtime.target import Target

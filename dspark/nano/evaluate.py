@@ -37,7 +37,7 @@ from dspark.loops import is_loop, repeated_share
 from dspark.nano.generate import Problem, problem
 from dspark.nano.grade import final_answer, is_correct
 from dspark.nano.problems import FAMILIES
-from dspark.runtime.k3_target import LoadedTarget, load_target
+from dspark.runtime.loading import LoadedTarget, load_target
 from dspark.runtime.plain import generate_batch
 from dspark.runtime.sampling import SamplingParams
 

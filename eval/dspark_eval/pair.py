@@ -17,7 +17,7 @@ from dspark.draft.golden_check import golden_warnings
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
 from dspark.runtime.decode import SpeculativeDecoder
-from dspark.runtime.k3_target import load_target
+from dspark.runtime.loading import load_target
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.target import Target

@@ -24,7 +24,7 @@ from dspark.draft.cost import context_bytes, weight_bytes
 from dspark.draft.model import DSparkDrafter
 from dspark.files import atomic_write_json
 from dspark.runtime.draft_head import DraftHead
-from dspark.runtime.k3_target import load_target
+from dspark.runtime.loading import load_target
 from dspark.runtime.proposal import propose
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.target import Target

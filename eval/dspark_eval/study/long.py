@@ -20,7 +20,7 @@ import torch
 from dspark.distill.chat import ChatFormat
 from dspark.draft.checkpoint import load_drafter
 from dspark.files import atomic_write_json
-from dspark.runtime.k3_target import load_target
+from dspark.runtime.loading import load_target
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
 from dspark_eval.acceptance import exact_answers

@@ -19,7 +19,7 @@ from dspark.distill.chat import ChatFormat
 from dspark.draft.checkpoint import load_drafter
 from dspark.files import atomic_write_json
 from dspark.runtime.decode import SpeculativeDecoder
-from dspark.runtime.k3_target import load_target
+from dspark.runtime.loading import load_target
 from dspark.runtime.records import RoundRecord
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics

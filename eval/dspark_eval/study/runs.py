@@ -23,7 +23,7 @@ from dspark.distill.config import DistillConfig, load_config
 from dspark.distill.fresh import new_drafter
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, atomic_write_text, read_json
-from dspark.runtime.k3_target import LoadedTarget, load_target
+from dspark.runtime.loading import LoadedTarget, load_target
 from dspark_eval.study.arms import Arm, Settings
 from dspark_eval.study.drafting import DRAFTING_FILE
 from dspark_eval.study.long import LONG_FILE
