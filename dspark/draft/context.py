@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dspark.k3.storage import Kind, Storage, take_all
+from dspark.k3.storage import Kind, Storage, Wanted, take_all
 
 Self = TypeVar("Self", bound="DraftContext")
 
@@ -60,7 +60,9 @@ class DraftContext:
         """
         if self._storage is None:
             return [torch.zeros(shape, dtype=dtype, device=self.device) for shape, dtype in wanted]
-        numbered = [(Kind.CONTEXT, i, shape, dtype) for i, (shape, dtype) in enumerate(wanted)]
+        numbered = [
+            Wanted(Kind.CONTEXT, i, tuple(shape), dtype) for i, (shape, dtype) in enumerate(wanted)
+        ]
         return [tensor.zero_() for tensor in take_all(self._storage, numbered, self.device)]
 
     def _rows_of(self, held: Tensor, rows: Tensor, dim: int = 0) -> Tensor:

@@ -38,6 +38,28 @@ class Snapshot:
         device = torch.device(device)
         return self._map(lambda x: _move(x, device))
 
+    def states_to_host(self) -> Snapshot:
+        """With states and windows in host memory; latents, which attention reads, stay."""
+        return replace(
+            self, recurrent=tuple((to_host(state), to_host(w)) for state, w in self.recurrent)
+        )
+
+    @property
+    def states_nbytes(self) -> int:
+        """Bytes of states and windows."""
+        return self.nbytes - sum(x.numel() * x.element_size() for x in self.latents)
+
+    def after(self, start: int) -> Snapshot:
+        """Without the latents of the tokens before ``start``, in memory of its own.
+
+        Raises:
+            ValueError: ``start`` outside its range.
+        """
+        if not self.start <= start <= self.length:
+            raise ValueError(f"token {start} is not in {self.start}..{self.length}")
+        skipped = start - self.start
+        return replace(self, start=start, latents=tuple(x[skipped:].clone() for x in self.latents))
+
     def clone(self) -> Snapshot:
         """The same in memory of its own."""
         return self._map(Tensor.clone)
