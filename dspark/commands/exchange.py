@@ -35,7 +35,7 @@ def target_at_hand(name: str | None) -> tuple[TargetFacts | None, TargetCopies |
         str(loaded.path.resolve()),
     )
     embed = target.embed(torch.arange(target.table_size, device=target.device))
-    return facts, TargetCopies(embed, target.model.lm_head.weight)
+    return facts, TargetCopies(embed, target.head_weight())
 
 
 def parse_rope(text: str | None) -> Rope | None:

@@ -26,6 +26,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from dspark.runtime.hf_layer import ROOM, Absent, RowLayer, RowSnapshot
 from dspark.runtime.hf_mask import NewRows, Ring, additive, new_rows, visible
+from dspark.runtime.target import Cache, Snapshot
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,15 +216,15 @@ class RowCache:
             ),
         )
 
-    def restore(self, row: int, snapshot: RowSnapshot) -> None:
+    def restore(self, row: int, snapshot: Snapshot) -> None:
         """Batch row `row` becomes what the snapshot holds.
 
         Raises ValueError for a snapshot of another kind of model.
         """
         self._settled("restoring")
         layers = self._layers
-        if len(layers) != len(snapshot.layers):
-            raise ValueError(f"a snapshot of {len(snapshot.layers)} layers, this has {len(layers)}")
+        if not isinstance(snapshot, RowSnapshot) or len(layers) != len(snapshot.layers):
+            raise ValueError(f"a {type(snapshot).__name__} of another kind of target")
         for layer, pair in zip(layers, snapshot.layers, strict=True):
             layer.grow(snapshot.length)
             layer.clear_row(row)
@@ -233,8 +234,10 @@ class RowCache:
                 )
         self._lengths[row] = snapshot.length
 
-    def put(self, row: int, other: RowCache) -> None:
+    def put(self, row: int, other: Cache) -> None:
         """A request joins: batch row `row` becomes the only row of `other`."""
+        if not isinstance(other, RowCache):
+            raise ValueError(f"a {type(other).__name__} of another kind of target")
         if len(other._lengths) != 1:
             raise ValueError(f"expected a cache of one row, got {len(other._lengths)}")
         self.restore(row, other.snapshot(0))

@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dspark.runtime.hf_target import HFTarget
+from dspark.runtime.hf_replay import ReplayTarget
+from dspark.runtime.hf_target import RowTarget
 from dspark.taps import TapSet
 
 LIMIT = {torch.float32: 1e-3, torch.float64: 1e-3}
@@ -23,7 +24,7 @@ TOKENS = 12
 
 
 @torch.inference_mode()
-def failure(target: HFTarget) -> str | None:
+def failure(target: RowTarget | ReplayTarget) -> str | None:
     """What is wrong with the target, in words that follow its name; None: nothing is."""
     ids = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(5))
     ids = ids.repeat(-(-(TOKENS + 2) // len(ids)))[: TOKENS + 2].to(target.device)
@@ -45,7 +46,9 @@ def failure(target: HFTarget) -> str | None:
     return None
 
 
-def _chain(target: HFTarget, text: Tensor, wrong: Tensor) -> list[tuple[str, slice, Tensor]]:
+def _chain(
+    target: RowTarget | ReplayTarget, text: Tensor, wrong: Tensor
+) -> list[tuple[str, slice, Tensor]]:
     """Two batch rows at different places of the text, a part of a block taken back."""
     cache = target.new_cache(2, 2 * TOKENS)
     taps = TapSet(tuple(sorted({0, target.num_layers - 1})), "residual")
@@ -72,7 +75,9 @@ def _chain(target: HFTarget, text: Tensor, wrong: Tensor) -> list[tuple[str, sli
     ]
 
 
-def _tree(target: HFTarget, text: Tensor, wrong: Tensor) -> list[tuple[str, slice, Tensor]]:
+def _tree(
+    target: RowTarget | ReplayTarget, text: Tensor, wrong: Tensor
+) -> list[tuple[str, slice, Tensor]]:
     """A block with siblings, one of which is taken."""
     cache = target.new_cache(1, 2 * TOKENS)
     target.forward(text[None, :4], cache, commit=True)

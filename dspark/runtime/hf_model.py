@@ -84,8 +84,8 @@ class HFModel:
         if not isinstance(head, nn.Linear) or not isinstance(embedding, nn.Module):
             raise UserError(f"{self.kind}: expected an embedding and a linear LM head")
         self.embed: Callable[[Tensor], Tensor] = embedding
-        self.table_size = int(embedding.weight.shape[0])  # type: ignore[union-attr,index]
-        width = int(embedding.weight.shape[1])  # type: ignore[union-attr,index]
+        self.table_size = int(embedding.weight.shape[0])  # type: ignore[index]
+        width = int(embedding.weight.shape[1])  # type: ignore[index]
         self.hidden_size = int(head.in_features)
         if not width == self.hidden_size == self.config.hidden_size:
             raise UserError(
@@ -112,7 +112,7 @@ class HFModel:
         self, tokens: Tensor, cache: Any, taps: TapSet | None, **given: Any
     ) -> tuple[Tensor, Tensor | None]:
         """[B, T] tokens -> hidden [B, T, D] and taps [B, T, N*D]; `cache` is a transformers one."""
-        arguments = {self.cache_word: cache, **given}
+        arguments: dict[str, Any] = {str(self.cache_word): cache, **given}
         with self._tapping(taps) as seen:
             out = self.decoder(input_ids=tokens, use_cache=True, return_dict=True, **arguments)
         if taps is None:

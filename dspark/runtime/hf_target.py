@@ -78,6 +78,10 @@ class HFTarget:
         rule = self.parts.rule
         return lambda hidden: rule(torch.nn.functional.linear(hidden, weight, bias))
 
+    def head_weight(self) -> Tensor:
+        """See `Target.head_weight`."""
+        return self.parts.weight
+
 
 class RowTarget(HFTarget):
     """A model whose layers are attention, full or behind a sliding window.

@@ -58,6 +58,10 @@ class K3Target:
         """[..., D] -> [..., V] float32."""
         return F.linear(hidden, self._head).float()
 
+    def head_weight(self) -> Tensor:
+        """See `Target.head_weight`."""
+        return self.model.lm_head.weight
+
     def head(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
         """See `Target.head`."""
         rows = self._head[ids]

@@ -160,6 +160,13 @@ class Target(Protocol):
         """
         ...
 
+    def head_weight(self) -> Tensor:
+        """[rows, D], the LM head's matrix with its padding rows, for layouts that store a copy.
+
+        What else `logits` does (a scale, a cap, a bias) is not in it.
+        """
+        ...
+
     def new_cache(self, batch: int, max_length: int) -> Cache:
         """Empty cache for `batch` rows of at most `max_length` tokens, pending rows included."""
         ...
