@@ -9,7 +9,6 @@ and refuses everything the protocol forbids.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import torch
@@ -29,6 +28,7 @@ class TableCache:
     def __init__(self, batch: int, max_length: int) -> None:
         self.rows: list[list[int]] = [[] for _ in range(batch)]
         self.pending: list[list[int]] | None = None
+        self.parents: list[list[int]] | None = None
         self.max_length = max_length
         self.log: list[int] = []
 
@@ -40,11 +40,15 @@ class TableCache:
     def nbytes(self) -> int:
         return 8 * sum(len(row) for row in self.rows)
 
-    def feed(self, new: list[list[int]], commit: bool) -> None:
+    def feed(self, new: list[list[int]], commit: bool, parents: list[list[int]] | None) -> None:
+        """`new` holds the block's rows, in a tree those that are padding too."""
         assert self.pending is None, "a block is still pending"
-        for row, tokens in zip(self.rows, new, strict=True):
-            assert len(row) + len(tokens) <= self.max_length, "the cache is full"
-        self.pending = new
+        depth = [len(tokens) for tokens in new]
+        if parents is not None:
+            depth = [max(_depths(above)) for above in parents]
+        for row, rows in zip(self.rows, depth, strict=True):
+            assert len(row) + rows <= self.max_length, "the cache is full"
+        self.pending, self.parents = new, parents
         if commit:
             for row, tokens in zip(self.rows, new, strict=True):
                 row.extend(tokens)
@@ -61,12 +65,48 @@ class TableCache:
         self.log += counts
         self.pending = None
 
+    def commit_path(self, path: Tensor) -> None:
+        if self.pending is None or self.parents is None:
+            raise ValueError("no tree is pending")
+        for b, padded in enumerate(path.tolist()):
+            rows = [r for r in padded if r >= 0]
+            assert padded == rows + [-1] * (len(padded) - len(rows)), "padding at the end only"
+            for above, row in zip([-1, *rows], rows, strict=False):
+                assert self.parents[b][row] == above, f"row {row} does not follow {above}"
+            self.rows[b].extend(self.pending[b][r] for r in rows)
+            self.log.append(len(rows))
+        self.pending = None
+
     def rollback(self) -> None:
         self.commit(0)
 
     def select(self, rows: Tensor) -> None:
         assert self.pending is None
         self.rows = [self.rows[r] for r in rows.tolist()]
+
+    def put(self, row: int, other: TableCache) -> None:
+        assert self.pending is other.pending is None
+        assert len(other.rows) == 1
+        assert len(other.rows[0]) <= self.max_length
+        self.rows[row] = list(other.rows[0])
+
+    def reset(self, row: int) -> None:
+        assert self.pending is None
+        self.rows[row] = []
+
+    def fork(self) -> TableCache:
+        assert self.pending is None
+        other = TableCache(0, self.max_length)
+        other.rows = [list(row) for row in self.rows]
+        return other
+
+
+def _depths(parents: list[int]) -> list[int]:
+    """Rows on the path from the first row to each."""
+    depths: list[int] = []
+    for above in parents:
+        depths.append(1 + (depths[above] if above >= 0 else 0))
+    return depths
 
 
 class TableTarget:
@@ -77,6 +117,7 @@ class TableTarget:
     max_positions = 100_000
     tap_kinds = ("residual",)
     device = torch.device("cpu")
+    supports_trees = True
 
     def __init__(self, table: Tensor, end_token_ids: tuple[int, ...] = ()) -> None:
         self.table = table
@@ -113,26 +154,71 @@ class TableTarget:
         cache: TableCache,
         *,
         valid: Tensor | None = None,
+        parents: Tensor | None = None,
         taps: TapSet | None = None,
         commit: bool,
     ) -> TargetOutput:
         keep = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid
         hidden = torch.full((*tokens.shape, self.vocab_size), torch.nan, dtype=self.dtype)
-        new = [row[kept].tolist() for row, kept in zip(tokens, keep, strict=True)]
+        if parents is None:
+            new = [row[kept].tolist() for row, kept in zip(tokens, keep, strict=True)]
+            above = None
+        else:
+            assert not commit, "a tree cannot be committed at once"
+            new, above = tokens.tolist(), parents.expand_as(tokens).tolist()
         for b, (past, fresh) in enumerate(zip(cache.rows, new, strict=True)):
-            text = [0, 0, *past, *fresh][-len(fresh) - 1 :]
-            pairs = torch.tensor([text[:-1], text[1:]])
-            hidden[b, keep[b]] = self.table[pairs[0], pairs[1]]
-        cache.feed(new, commit)
+            paths = _chain(fresh) if above is None else _paths(fresh, above[b])
+            pairs = torch.tensor([[0, 0, *past[-2:], *path][-2:] for path in paths]).view(-1, 2)
+            rows = self.table[pairs[:, 0], pairs[:, 1]]
+            hidden[b, keep[b]] = rows if above is None else rows[keep[b]]
+        cache.feed(new, commit, above)
         self.rows_seen += tokens.shape[1]
         return TargetOutput(hidden, None if taps is None else self.embed(tokens))
 
 
-@dataclass
-class TableContext:
-    """What a table drafter was fed: the committed tokens, read back from the taps."""
+def _chain(tokens: list[int]) -> list[list[int]]:
+    return [tokens[: k + 1] for k in range(len(tokens))]
 
-    tokens: list[int] = field(default_factory=list)
+
+def _paths(tokens: list[int], parents: list[int]) -> list[list[int]]:
+    """The tokens from the first row to each row of a tree."""
+    paths: list[list[int]] = []
+    for token, above in zip(tokens, parents, strict=True):
+        paths.append([*(paths[above] if above >= 0 else []), token])
+    return paths
+
+
+class TableContext:
+    """What a table drafter was fed: the committed tokens of each row, read back from the taps."""
+
+    def __init__(self, batch: int = 1, max_length: int = 1 << 30) -> None:
+        self.rows: list[list[int]] = [[] for _ in range(batch)]
+        self.max_length = max_length
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of a batch of one."""
+        assert len(self.rows) == 1
+        return self.rows[0]
+
+    def fix_shapes(self) -> None:
+        """Its lengths are on the host in any case: this is a table."""
+
+    def put(self, row: int, other: TableContext) -> None:
+        assert len(other.rows) == 1
+        self.rows[row] = list(other.rows[0])
+
+    def reset(self, row: int) -> None:
+        assert 0 <= row < len(self.rows)
+        self.rows[row] = []
+
+    def select(self, rows: Tensor) -> None:
+        self.rows = [self.rows[row] for row in rows.tolist()]
+
+    def fork(self) -> TableContext:
+        other = TableContext(0, self.max_length)
+        other.rows = [list(row) for row in self.rows]
+        return other
 
 
 class TableDrafter:
@@ -175,21 +261,27 @@ class TableDrafter:
         return lambda hidden, prev_embed: hidden.amax(dim=-1) + prev_embed.argmax(dim=-1)
 
     def new_context(self, batch: int, max_length: int) -> TableContext:
-        assert batch == 1
-        self.contexts.append(TableContext())
+        self.contexts.append(TableContext(batch, max_length))
         return self.contexts[-1]
 
     def extend(
         self, context: TableContext, features: Tensor, counts: int | Tensor | None = None
     ) -> None:
-        assert counts is None
-        context.tokens += features[0].argmax(dim=-1).tolist()
+        if counts is None:
+            counts = features.shape[1]
+        kept = [counts] * len(context.rows) if isinstance(counts, int) else counts.tolist()
+        for row, tokens, count in zip(
+            context.rows, features.argmax(dim=-1).tolist(), kept, strict=True
+        ):
+            assert 0 <= count <= len(tokens)
+            row.extend(tokens[:count])
+            assert len(row) <= context.max_length
 
     def block_hidden(self, block_embeds: Tensor, context: TableContext) -> Tensor:
         block = block_embeds.argmax(dim=-1)
-        assert block.shape[1] == self.config.block_size
+        assert block.shape == (len(context.rows), self.config.block_size)
         assert (block[:, 1:] == self.config.mask_token_id).all()
-        return self.slots[:, block[0, 0]].unsqueeze(0)
+        return self.slots[:, block[:, 0]].transpose(0, 1)
 
 
 class ScriptedDrafter(TableDrafter):

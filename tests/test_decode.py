@@ -260,19 +260,20 @@ def test_a_seed_repeats_and_another_differs() -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(1.0), SamplingParams(0.7, 0.9, 3)])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_bad_logits_stop_the_run_by_name(sampling: SamplingParams, value: float) -> None:
+    """The position is that of the token in the text which could not be chosen."""
     vocab = 7
     target = TableTarget.random(vocab, 0)
     bad = TableTarget(target.table.clone())
     bad.table[PROMPT[-1]] = value  # every row after the first new token
     options = {"max_new_tokens": 8, "sampling": sampling}
     good_drafter = TableDrafter.of(target, 3, 0.1, 0)
-    with pytest.raises(BadLogits, match="target logits of row 0, position 0"):
+    with pytest.raises(BadLogits, match="target logits of row 0, position 4"):
         SpeculativeDecoder(bad, good_drafter).generate(PROMPT, draft_length=3, **options)
     with pytest.raises(BadLogits, match="target logits of row 0"):
         plain_generate(bad, PROMPT, **options)
     drafter = TableDrafter.random(vocab, 3, 0)
     drafter.slots[1, :, 2] = value
-    with pytest.raises(BadLogits, match="drafter logits of row 0, position 1"):
+    with pytest.raises(BadLogits, match="drafter logits of row 0, position 5"):
         SpeculativeDecoder(target, drafter).generate(PROMPT, draft_length=3, **options)
 
 

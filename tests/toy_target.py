@@ -55,6 +55,7 @@ class ToyTarget:
     hidden_size: int = 32
     num_layers: int = 4
     max_positions: int = 100_000
+    supports_trees: bool = False
     sharpness: float = 6.0
     reach: int = 3
     name: str = "toy"
@@ -111,9 +112,11 @@ class ToyTarget:
         cache: ToyCache,
         *,
         valid: Tensor | None = None,
+        parents: Tensor | None = None,
         taps: TapSet | None = None,
         commit: bool,
     ) -> TargetOutput:
+        assert parents is None, "supports_trees is False"
         batch, new = tokens.shape
         hidden = torch.zeros(batch, new, self.hidden_size)
         pending = []

@@ -1,0 +1,109 @@
+"""What a batch holds between two rounds, and what the host reads of one.
+
+Letters: B rows of the batch, G drafted, R rows of a pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark.runtime.faults import raise_fault
+from dspark.runtime.records import Plan, Proposal, Verdict
+from dspark.runtime.requests import Outcome, Text
+from dspark.runtime.rules import RequestRules
+from dspark.runtime.sampling import Generators, text_positions
+from dspark.runtime.target import Cache
+from dspark.runtime.tree import Rows
+
+
+@dataclass(eq=False)
+class Seats:
+    """The rows of a batch between two rounds.
+
+    anchor  [B] int64
+    texts   the request of each row
+    """
+
+    cache: Cache
+    context: Any
+    anchor: Tensor
+    texts: list[Text]
+
+    @property
+    def rules(self) -> list[RequestRules | None]:
+        """Of each row."""
+        return [text.rules for text in self.texts]
+
+    @property
+    def draft_draws(self) -> Generators:
+        draws = [text.draft_draws for text in self.texts]
+        return draws if len(draws) > 1 else draws[0]
+
+    @property
+    def judge_draws(self) -> Generators:
+        draws = [text.judge_draws for text in self.texts]
+        return draws if len(draws) > 1 else draws[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """A verified round whose rows are still pending.
+
+    rows    layout of the pass; None: a chain
+    width   R
+    plan    None: everything that was drafted was sent
+    taps    [B, R, N*D]
+    """
+
+    proposal: Proposal
+    plan: Plan | None
+    rows: Rows | None
+    width: int
+    taps: Tensor | None
+    verdict: Verdict
+
+    def read(self, positions: list[int]) -> list[Outcome]:
+        """In one transfer, since each is a wait: float64 holds ids and float32 values exactly.
+
+        Raises BadLogits, which names the place in the text: `positions` are those of the tokens
+        that the anchors decide.
+        """
+        proposal, verdict = self.proposal, self.verdict
+        drafted = proposal.tokens.shape[1]
+        heads = [
+            verdict.accepted,
+            verdict.next_token,
+            verdict.level,
+            verdict.sibling,
+            verdict.sibling_row,
+            verdict.fault,
+        ]
+        if self.plan is not None:
+            heads.append(self.plan.lengths)
+        parts = [torch.stack(heads, dim=1), proposal.tokens, proposal.entropy]
+        parts += [x for x in (proposal.confidence, verdict.distance) if x is not None]
+        table = torch.cat([part.double() for part in parts], dim=1).tolist()
+        with text_positions(lambda: positions):
+            raise_fault([int(row[5]) for row in table])
+        cuts = [len(heads), drafted, drafted, 0 if proposal.confidence is None else drafted]
+        return [_outcome(row, cuts, drafted) for row in table]
+
+
+def _outcome(row: list[float], cuts: list[int], drafted: int) -> Outcome:
+    pieces, at = [], 0
+    for width in cuts:
+        pieces.append(row[at : at + width])
+        at += width
+    heads = [int(x) for x in pieces[0]]
+    return Outcome(
+        *heads[:5],
+        length=heads[6] if len(heads) > 6 else drafted,
+        tokens=[int(x) for x in pieces[1]],
+        entropy=pieces[2],
+        confidence=pieces[3],
+        distance=row[at:],
+    )
