@@ -7,7 +7,8 @@ the target. From there on a cache always holds everything before the anchor.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from dspark.runtime.rules import RequestRules
 from dspark.runtime.sampling import Generators, SamplingParams, sample, text_positions
 from dspark.runtime.target import Cache, Target
 from dspark.taps import TapSet
+
+if TYPE_CHECKING:
+    from dspark.runtime.prefix_cache import PrefixSession
 
 PREFILL_CHUNK = 2048
 """Prompt rows per pass: bounds the memory of activations and taps, not the result."""
@@ -55,25 +59,44 @@ def prefill(
     on_taps: Callable[[Tensor], None] | None = None,
     rules: RequestRules | None = None,
     chunk: int = PREFILL_CHUNK,
+    prefix: PrefixSession | None = None,
 ) -> Tensor:
     """Commit one prompt to `cache`, chunk by chunk, and sample the first anchor [1] int64.
 
     `on_taps` receives each chunk's taps [1, t, N*D] before the next chunk runs, and nothing of a
     chunk but its last hidden state outlives it: what a prompt needs beside its cache does not grow
     with its length. `rules` hold for the anchor as for any token; the caller extends them.
+    `prefix` says what of the prompt the cache holds already, and keeps some of it for others.
     """
-    last = None
-    for start in range(0, len(prompt_ids), chunk):
-        rows = torch.tensor([list(prompt_ids[start : start + chunk])], device=target.device)
+    last = None if prefix is None else prefix.hidden
+    for start, stop in _chunks(len(prompt_ids), chunk, prefix):
+        rows = torch.tensor([list(prompt_ids[start:stop])], device=target.device)
         out = target.forward(rows, cache, taps=taps, commit=True)
         if on_taps is not None and out.taps is not None:
             on_taps(out.taps)
         last = out.hidden[:, -1].clone()
         del rows, out
+        if prefix is not None and stop in prefix.stops:
+            prefix.keep(last)
     assert last is not None, "check_request refuses an empty prompt"
     logits = target.logits(last)
     with text_positions(lambda: [len(prompt_ids)]):
-        return sample(logits if rules is None else rules.after(logits), sampling, generator)
+        anchor = sample(logits if rules is None else rules.after(logits), sampling, generator)
+    if prefix is not None:
+        prefix.finish()
+    return anchor
+
+
+def _chunks(length: int, chunk: int, prefix: PrefixSession | None) -> Iterator[tuple[int, int]]:
+    """The ranges of a prompt that are read in one pass each. They end at multiples of `chunk`,
+    wherever reading begins, and at stops."""
+    start, stops = (0, []) if prefix is None else (prefix.start, prefix.stops)
+    while start < length:
+        stop = min(
+            [start - start % chunk + chunk, length, *(stop for stop in stops if stop > start)]
+        )
+        yield start, stop
+        start = stop
 
 
 def clock(device: torch.device) -> float:
