@@ -23,6 +23,7 @@ from dspark.runtime.judge import Method
 from dspark.runtime.policies.fixed import Fixed
 from dspark.runtime.policies.frontier import Policy
 from dspark.runtime.prefill import PREFILL_CHUNK, TokenCallback, clock, prefill
+from dspark.runtime.prefix_cache import PrefixCache
 from dspark.runtime.proposal import Drafter, check_draft_length
 from dspark.runtime.records import Generation
 from dspark.runtime.relaxed import Relaxed
@@ -65,6 +66,7 @@ class SpeculativeDecoder:
         on_tokens: TokenCallback | None = None,
         on_round: RoundCallback | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
+        prefix_cache: PrefixCache | None = None,
     ) -> Generation:
         """Generate up to `max_new_tokens` tokens, distributed exactly as the target's own.
 
@@ -79,6 +81,8 @@ class SpeculativeDecoder:
             method: "token" or "block", see `dspark.runtime.verify`.
             end_token_ids: Replace the target's.
             on_tokens, on_round: Get the first token, then those of each round.
+            prefix_cache: Made for this target and drafter: what it holds of the prompt is not read
+                again, and the prompt leaves states in it.
 
         Raises UserError for a wrong request and BadLogits for non-finite logits, which name the
         place in the text.
@@ -90,7 +94,7 @@ class SpeculativeDecoder:
         rounds = self._rounds(sampling, draft_length, policy, method, relaxed)
         device = self.target.device
         start = clock(device)
-        seats = begin(rounds, text, prefill_chunk)
+        seats = begin(rounds, text, prefill_chunk, prefix_cache)
         decode_start = clock(device)
         while not text.finished:
             rounds.run(seats)
@@ -129,11 +133,17 @@ def check_taps(target: Target, drafter: Drafter) -> None:
         )
 
 
-def begin(rounds: Rounds, text: Text, chunk: int) -> Seats:
+def begin(
+    rounds: Rounds, text: Text, chunk: int, prefix_cache: PrefixCache | None = None
+) -> Seats:
     """Read one prompt and emit its first token: a batch of one."""
     target, drafter, request = rounds.target, rounds.drafter, text.request
     cache = target.new_cache(1, request.max_length)
     context = drafter.new_context(1, request.max_length)
+    prefix = None
+    if prefix_cache is not None:
+        prefix_cache.check(target, drafter)
+        prefix = prefix_cache.open(request.prompt_ids, cache, context)
     anchor = prefill(
         target,
         cache,
@@ -144,6 +154,7 @@ def begin(rounds: Rounds, text: Text, chunk: int) -> Seats:
         on_taps=lambda features: drafter.extend(context, features),
         rules=text.rules,
         chunk=chunk,
+        prefix=prefix,
     )
     text.first(int(anchor))
     return Seats(cache, context, anchor, [text])

@@ -20,6 +20,7 @@ from dspark.runtime.prefill import (
     end_ids,
     prefill,
 )
+from dspark.runtime.prefix_cache import PrefixCache
 from dspark.runtime.records import Emitted, EmittedKind, Generation
 from dspark.runtime.rules import Rules
 from dspark.runtime.sampling import SamplingParams, request_generator, sample, text_positions
@@ -41,10 +42,12 @@ def plain_generate(
     on_tokens: TokenCallback | None = None,
     on_round: Callable[[Sequence[Emitted]], None] | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
+    prefix_cache: PrefixCache | None = None,
 ) -> Generation:
     """Generate up to `max_new_tokens` tokens, one target pass each; `rounds` stays empty.
 
-    `end_token_ids` replaces the target's; `on_tokens` and `on_round` get one token at a time.
+    `end_token_ids` replaces the target's; `on_tokens` and `on_round` get one token at a time; what
+    `prefix_cache`, made for this target and no drafter, holds of the prompt is not read again.
     Raises UserError for a wrong request and BadLogits for non-finite logits, which name the place
     in the text.
     """
@@ -69,8 +72,19 @@ def plain_generate(
     start = clock(target.device)
     generator = request_generator(seed, 0, target.device)
     cache = target.new_cache(1, len(prompt_ids) + max_new_tokens)
+    prefix = None
+    if prefix_cache is not None:
+        prefix_cache.check(target, None)
+        prefix = prefix_cache.open(prompt_ids, cache, None)
     anchor = prefill(
-        target, cache, prompt_ids, sampling, generator, rules=bound, chunk=prefill_chunk
+        target,
+        cache,
+        prompt_ids,
+        sampling,
+        generator,
+        rules=bound,
+        chunk=prefill_chunk,
+        prefix=prefix,
     )
     emit(anchor)
     decode_start = clock(target.device)
