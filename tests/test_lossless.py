@@ -1,4 +1,6 @@
-"""Losslessness of the verdict: exact enumeration, chi-square with stated power, planted defects.
+"""Losslessness of a chain's verdict at many settings: chi-square of stated power, planted defects.
+
+Exact enumeration is in test_exact_laws.py; trees, policies and methods in `dspark_eval.lossless`.
 
 Statistics. Every chi-square runs DRAWS draws at a false-alarm rate of ALPHA = 1e-3 / TESTS, so that
 the whole file raises a false alarm with probability below 1e-3 (Bonferroni; with the fixed seeds
@@ -20,8 +22,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from dspark.runtime import verify as verify_module
-from dspark.runtime.records import Proposal, Verdict
+from dspark.runtime import judge
+from dspark.runtime.records import Plan, Proposal, Verdict
 from dspark.runtime.sampling import SamplingParams, draw, to_probs
 from dspark.runtime.verify import verify
 from tests.laws import proposal, pvalue, reference, seeded
@@ -118,7 +120,7 @@ def test_a_cut_keeps_the_law_of_what_follows() -> None:
     offer = proposal(draw(probs, generator), probs)
     lengths = torch.zeros(DRAWS, dtype=torch.int64)
     logits = TARGET_LOGITS.expand(DRAWS, 2, VOCAB)
-    verdict = verify(offer, logits, params, generator, lengths)
+    verdict = verify(offer, logits, params, generator, Plan.chain(offer, lengths))
     assert (verdict.accepted == 0).all()
     assert pvalue(verdict.next_token, reference(TARGET_LOGITS[0], params)) > ALPHA
 
@@ -191,10 +193,7 @@ def test_defect_greedy_draft_judged_as_sampled_is_caught() -> None:
 
 
 def test_defect_correction_from_p_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def from_p(p: Tensor, q: Tensor, tokens: Tensor, accepted: Tensor, bonus: Tensor) -> Tensor:
-        return p[torch.arange(len(p)), accepted]
-
-    monkeypatch.setattr(verify_module, "_next_weights", from_p)
+    monkeypatch.setattr(judge, "_left", lambda sent, p, weight, accepted: p)
     params = SamplingParams(1.0)
     probs = to_probs(DRAFT_LOGITS, params).expand(DRAWS, 1, VOCAB)
     p, q = reference(TARGET_LOGITS[0], params), probs[0, 0].double().numpy()
@@ -202,78 +201,3 @@ def test_defect_correction_from_p_is_caught(monkeypatch: pytest.MonkeyPatch) -> 
     law = kept + (1 - kept.sum()) * p
     offer = proposal(draw(probs, seeded(7)), probs)
     _assert_caught(p, law, offer, TARGET_LOGITS, params)
-
-
-# Exact enumeration -----------------------------------------------------------------------------
-
-
-def _random_laws(vocab: int, count: int, seed: int) -> Tensor:
-    """[count, V] float32 distributions, some with zeros, some nearly one-hot."""
-    generator = seeded(seed)
-    logits = 2 * torch.randn(count, vocab, generator=generator)
-    hidden = torch.rand(count, vocab, generator=generator) < 0.3
-    hidden[torch.arange(count), torch.randint(vocab, (count,), generator=generator)] = False
-    return torch.softmax(logits.masked_fill(hidden, -torch.inf), dim=-1)
-
-
-class _Coins:
-    """Replaces both random sources of `verify`: fixed uniforms in, correction weights out."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.u = self.weights = torch.empty(0)
-        monkeypatch.setattr(verify_module, "uniform", lambda shape, generator, device: self.u)
-        monkeypatch.setattr(verify_module, "draw", self._capture)
-
-    def _capture(self, weights: Tensor, generator: torch.Generator) -> Tensor:
-        self.weights = weights.double() / weights.double().sum(dim=1, keepdim=True)
-        return weights.argmax(dim=1)
-
-
-@pytest.mark.parametrize("vocab", [2, 3, 5])
-@pytest.mark.parametrize("point_mass", [False, True])
-def test_two_steps_enumerated_give_the_joint_law(
-    vocab: int, point_mass: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sum over both proposals and both coins of what the real code does equals p(x) p(y|x).
-
-    Coins are thrown just below and just above min(1, p/q) - which also pins the threshold - and
-    weighted by their probability; corrections enter as the weights the code would draw from.
-    Probabilities are float32, hence 1e-6.
-    """
-    coins, greedy_free = _Coins(monkeypatch), SamplingParams(1.0)
-    x, y = (t.flatten() for t in torch.meshgrid(*[torch.arange(vocab)] * 2, indexing="ij"))
-    rows = torch.arange(vocab**2)
-    for seed in range(12):
-        p1, q1 = _random_laws(vocab, 2, seed)
-        p2, q2 = _random_laws(vocab, vocab, seed + 100), _random_laws(vocab, vocab, seed + 200)
-        p3 = _random_laws(vocab, vocab**2, seed + 300)
-        if point_mass:
-            q1 = torch.eye(vocab)[q1.argmax()]
-            q2 = torch.eye(vocab)[q2.argmax(dim=1)]
-        p = torch.stack((p1.expand(len(x), -1), p2[x], p3), dim=1)
-        q = torch.stack((q1.expand(len(x), -1), q2[x]), dim=1)
-        tokens = torch.stack((x, y), dim=1)
-        ratio = torch.stack((p[rows, 0, x] / q[rows, 0, x], p[rows, 1, y] / q[rows, 1, y]), dim=1)
-        ratio = ratio.double().nan_to_num(nan=0.0).clamp(max=1.0)
-        drawn = (q[rows, 0, x] * q[rows, 1, y]).double()
-        joint = torch.zeros(vocab, vocab, dtype=torch.float64)
-        for yes in itertools.product((True, False), repeat=2):
-            side = torch.tensor(yes)
-            coins.u = torch.where(side, ratio * (1 - 1e-6), ratio * (1 + 1e-6)).clamp(max=1 - 1e-9)
-            chance = torch.where(side, ratio, 1 - ratio).prod(dim=1) * drawn
-            verdict = verify(
-                proposal(tokens, None if point_mass else q), p.log(), greedy_free, seeded()
-            )
-            possible = chance > 1e-12
-            expected = 2 if all(yes) else 1 if yes[0] else 0
-            assert (verdict.accepted[possible] == expected).all()
-            for r in rows[possible].tolist():
-                if expected == 0:  # the next round draws y from p2 of the corrected token
-                    joint += chance[r] * coins.weights[r, :, None] * p2.double()
-                elif expected == 1:
-                    joint[x[r]] += chance[r] * coins.weights[r]
-                else:
-                    joint[x[r], y[r]] += chance[r]
-                    torch.testing.assert_close(coins.weights[r], p3[r].double(), rtol=0, atol=1e-6)
-        wanted = p1.double()[:, None] * p2.double()
-        torch.testing.assert_close(joint, wanted, rtol=0, atol=1e-6)
