@@ -18,6 +18,7 @@ from dspark.commands.distill import distill
 from dspark.commands.doctor import doctor
 from dspark.commands.evaluate import evaluate
 from dspark.commands.export import export
+from dspark.commands.generate import generate
 from dspark.commands.import_ import import_
 from dspark.commands.inspect import inspect
 from dspark.commands.prune import prune
@@ -33,6 +34,7 @@ __all__ = [
     "doctor",
     "evaluate",
     "export",
+    "generate",
     "import_",
     "inspect",
     "main",

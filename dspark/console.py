@@ -30,6 +30,7 @@ _SPREAD = {
     "prune": ("--prompts", "--set"),
     "calibrate": ("--suite", "--prompts", "--temperature"),
     "study": ("--arm", "--set", "--contexts"),
+    "generate": ("--stop", "--logit-bias"),
 }
 
 
@@ -89,6 +90,8 @@ def _interrupted(args: Sequence[str]) -> int:
         typer.echo(f"interrupted; to go on from the last checkpoint: {again}", err=True)
     elif args[:1] == ["study"]:
         typer.echo(f"interrupted; what is finished is kept, to go on: {command}", err=True)
+    elif args[:1] == ["generate"]:
+        typer.echo("interrupted; what was generated is above", err=True)
     else:
         typer.echo(f"interrupted; nothing was kept, to start again: {command}", err=True)
     return 130
