@@ -172,7 +172,11 @@ def _longest(config: DistillConfig, target: Target) -> int:
 
 
 def _mask_token(config: DistillConfig, target: Target, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id that fills a block: the tokenizer's mask token, or one that no text ever holds."""
+    """The id that fills a block: the tokenizer's mask token, or one that no text ever holds.
+
+    A full vocabulary has no such id. It mostly has special tokens that chats do not use; the last
+    of them is taken, and what its embedding happens to hold is as good a start as any.
+    """
     if config.drafter.mask_token_id is not None:
         return config.drafter.mask_token_id
     if tokenizer.mask_token_id is not None:
@@ -180,9 +184,18 @@ def _mask_token(config: DistillConfig, target: Target, tokenizer: PreTrainedToke
     unused = max(tokenizer.get_vocab().values()) + 1
     if unused < target.table_size:
         return unused
+    template = tokenizer.chat_template
+    named = {*tokenizer.all_special_ids, *target.end_token_ids}
+    spare = [
+        index
+        for index, token in tokenizer.added_tokens_decoder.items()
+        if token.special and index not in named and token.content not in str(template)
+    ]
+    if spare:
+        return int(max(spare))
     raise UserError(
-        f"target {target.name} has no mask token and no unused id; name one in "
-        "drafter.mask_token_id"
+        f"target {target.name} has no mask token, no unused id and no special token to spare; name "
+        "an id that its texts do not hold in drafter.mask_token_id"
     )
 
 
