@@ -82,10 +82,10 @@ def test_greedy_equals_plain_through_every_accepted_length(target: K3Target, see
     assert set(full) == set(range(BLOCK + 1))
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(1.0, 0.9)])
-def test_the_real_drafter_runs_the_loop(target: K3Target, sampling: SamplingParams) -> None:
+def real_drafter() -> DSparkDrafter:
+    """A random drafter for the tiny target."""
     torch.manual_seed(1)
-    drafter = DSparkDrafter(
+    return DSparkDrafter(
         DraftConfig(
             hidden_size=TINY.hidden_size,
             num_layers=1,
@@ -102,6 +102,11 @@ def test_the_real_drafter_runs_the_loop(target: K3Target, sampling: SamplingPara
             markov_rank=8,
         )
     )
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(1.0, 0.9)])
+def test_the_real_drafter_runs_the_loop(target: K3Target, sampling: SamplingParams) -> None:
+    drafter = real_drafter()
     prompt = [5, 6, 7]
     result = SpeculativeDecoder(target, drafter).generate(
         prompt, max_new_tokens=30, sampling=sampling, draft_length=4

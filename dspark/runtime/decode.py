@@ -20,6 +20,7 @@ import torch
 from dspark.errors import UserError
 from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.judge import Method
+from dspark.runtime.many import Many
 from dspark.runtime.policies.fixed import Fixed
 from dspark.runtime.policies.frontier import Policy
 from dspark.runtime.prefill import PREFILL_CHUNK, TokenCallback, clock, prefill
@@ -100,6 +101,31 @@ class SpeculativeDecoder:
             rounds.run(seats)
         return text.generation(decode_start - start, clock(device) - decode_start)
 
+    @torch.inference_mode()
+    def generate_many(
+        self,
+        requests: Sequence[Request],
+        *,
+        sampling: SamplingParams,
+        batch: int = 8,
+        draft_length: int | None = None,
+        policy: Policy | None = None,
+        method: Method = "token",
+        relaxed: Relaxed | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
+    ) -> list[Generation]:
+        """`generate` for many requests, at most `batch` at a time; the results in their order.
+
+        A request's text is that of `generate` with its seed (index 0), and does not depend on the
+        other requests; see `dspark.runtime.many` for the policies that are an exception. Times in
+        its records are those of the rounds it took part in, which it shared with others.
+
+        Raises as `generate`; wrong requests before any of them starts.
+        """
+        rounds = self._rounds(sampling, draft_length, policy, method, relaxed)
+        texts = [Text(self.target, request) for request in requests]
+        return Many(rounds, texts, batch, lambda text: begin(rounds, text, prefill_chunk)).run()
+
     def _rounds(
         self,
         sampling: SamplingParams,
@@ -133,12 +159,10 @@ def check_taps(target: Target, drafter: Drafter) -> None:
         )
 
 
-def begin(
-    rounds: Rounds, text: Text, chunk: int, prefix_cache: PrefixCache | None = None
-) -> Seats:
+def begin(rounds: Rounds, text: Text, chunk: int, prefix_cache: PrefixCache | None = None) -> Seats:
     """Read one prompt and emit its first token: a batch of one."""
     target, drafter, request = rounds.target, rounds.drafter, text.request
-    cache = target.new_cache(1, request.max_length)
+    cache = target.new_cache(1, request.max_length + rounds.sibling_rows)
     context = drafter.new_context(1, request.max_length)
     prefix = None
     if prefix_cache is not None:

@@ -88,6 +88,11 @@ class Rounds:
         """The trained block size."""
         return self.drafter.config.block_size
 
+    @property
+    def sibling_rows(self) -> int:
+        """Most rows that siblings add to a pass; a cache needs room for them while they wait."""
+        return self.block * self.policy.siblings
+
     def run(self, seats: Seats) -> None:
         """One round of every row: emitted, committed and on record."""
         device = self.target.device
@@ -97,7 +102,7 @@ class Rounds:
         plan = self.plan(proposal, limits)
         drafted = clock(device)
         judged = self.judge(seats, proposal, plan)
-        outcomes = judged.read([text.position for text in seats.texts])
+        outcomes = judged.read(seats.texts)
         verified = clock(device)
         kept = [text.take(o) for text, o in zip(seats.texts, outcomes, strict=True)]
         taps = self.commit(seats, judged, outcomes, kept)
@@ -114,7 +119,10 @@ class Rounds:
         """Propose `length` tokens for every row; 0: none, the round is a plain step."""
         if length == 0:
             empty = torch.empty((len(seats.texts), 0), device=self.target.device)
-            return Proposal(empty.long(), None, empty, empty)
+            beside = empty.long().unsqueeze(-1).expand(-1, -1, self.policy.siblings)
+            return Proposal(
+                empty.long(), None, empty, empty, beside if self.policy.siblings else None
+            )
         return propose(
             self.drafter,
             self.head,

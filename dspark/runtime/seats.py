@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dspark.runtime.faults import raise_fault
-from dspark.runtime.records import Plan, Proposal, Verdict
+from dspark.runtime.records import ALL_ACCEPTED, CUT, Plan, Proposal, Verdict
 from dspark.runtime.requests import Outcome, Text
 from dspark.runtime.rules import RequestRules
 from dspark.runtime.sampling import Generators, text_positions
@@ -32,6 +32,22 @@ class Seats:
     context: Any
     anchor: Tensor
     texts: list[Text]
+
+    def put(self, row: int, alone: Seats) -> None:
+        """The only row of another batch takes this seat."""
+        self.cache.put(row, alone.cache)
+        self.context.put(row, alone.context)
+        self.anchor = self.anchor.clone()
+        self.anchor[row] = alone.anchor[0]
+        self.texts[row] = alone.texts[0]
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these seats."""
+        index = torch.tensor(rows, device=self.anchor.device)
+        self.cache.select(index)
+        self.context.select(index)
+        self.anchor = self.anchor[index]
+        self.texts = [self.texts[row] for row in rows]
 
     @property
     def rules(self) -> list[RequestRules | None]:
@@ -66,11 +82,11 @@ class Judged:
     taps: Tensor | None
     verdict: Verdict
 
-    def read(self, positions: list[int]) -> list[Outcome]:
+    def read(self, texts: list[Text]) -> list[Outcome]:
         """In one transfer, since each is a wait: float64 holds ids and float32 values exactly.
 
-        Raises BadLogits, which names the place in the text: `positions` are those of the tokens
-        that the anchors decide.
+        What was drafted for a row beyond the end of its text, because others have longer to go, is
+        no part of its outcome. Raises BadLogits, which names the place in the text.
         """
         proposal, verdict = self.proposal, self.verdict
         drafted = proposal.tokens.shape[1]
@@ -87,23 +103,29 @@ class Judged:
         parts = [torch.stack(heads, dim=1), proposal.tokens, proposal.entropy]
         parts += [x for x in (proposal.confidence, verdict.distance) if x is not None]
         table = torch.cat([part.double() for part in parts], dim=1).tolist()
-        with text_positions(lambda: positions):
+        with text_positions(lambda: [text.position for text in texts]):
             raise_fault([int(row[5]) for row in table])
         cuts = [len(heads), drafted, drafted, 0 if proposal.confidence is None else drafted]
-        return [_outcome(row, cuts, drafted) for row in table]
+        return [_outcome(row, cuts, text.left - 1) for row, text in zip(table, texts, strict=True)]
 
 
-def _outcome(row: list[float], cuts: list[int], drafted: int) -> Outcome:
+def _outcome(row: list[float], cuts: list[int], limit: int) -> Outcome:
     pieces, at = [], 0
     for width in cuts:
         pieces.append(row[at : at + width])
         at += width
     heads = [int(x) for x in pieces[0]]
+    tokens = [int(x) for x in pieces[1][:limit]]
+    level, length = heads[2], heads[6] if len(heads) > 6 else len(tokens)
     return Outcome(
-        *heads[:5],
-        length=heads[6] if len(heads) > 6 else drafted,
-        tokens=[int(x) for x in pieces[1]],
-        entropy=pieces[2],
-        confidence=pieces[3],
+        accepted=heads[0],
+        next_token=heads[1],
+        level=ALL_ACCEPTED if level == CUT and length == len(tokens) else level,
+        sibling=heads[3],
+        sibling_row=heads[4],
+        length=length,
+        tokens=tokens,
+        entropy=pieces[2][:limit],
+        confidence=pieces[3][:limit],
         distance=row[at:],
     )
