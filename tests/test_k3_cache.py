@@ -1,8 +1,7 @@
 """The hybrid cache: every way of feeding the same tokens ends in the same state and logits.
 
-The oracle is always a fresh prefill of the committed tokens in one call. What is compared: per KDA
-layer the recurrent state and the q, k and v convolution windows, per MLA layer the latents, and the
-hidden state of the next token. Limits are relative, 1e-5 in float32; "unchanged" means bit for bit.
+The oracle is always a fresh prefill of the committed tokens in one call (``tests.k3_fresh``).
+"Unchanged" means bit for bit.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import pytest
 import torch
@@ -24,62 +22,11 @@ from dspark.k3.model import K3ForCausalLM
 from dspark.k3.state import KDAState, LatentState
 from dspark.taps import TapSet
 from dspark_kernels import kda as kernel
+from tests.k3_fresh import LIMIT, assert_equal_contents, assert_same, contents, prefill, shared
 from tests.k3_tiny import PLAIN, TINY, tiny_model, tiny_tokens
 from tests.tolerance import assert_close
 
-LIMIT = 1e-5
 CONFIGS = pytest.mark.parametrize("config", [TINY, PLAIN], ids=["k3", "kimi_linear"])
-
-
-@cache
-def shared(config: K3Config = TINY) -> K3ForCausalLM:
-    """One packed model per configuration, as the runtime uses it."""
-    model = tiny_model(config)
-    model.pack_()
-    return model
-
-
-def contents(held: K3Cache, row: int) -> dict[str, Tensor]:
-    """Everything that one request owns, replay folded, each convolution window by itself."""
-    held = copy.deepcopy(held)
-    held.fold()
-    length = int(held.lengths[row])
-    parts = {}
-    for i, layer in enumerate(held.layers):
-        if isinstance(layer, KDAState):
-            parts[f"{i} state"] = layer.state[row]
-            for name, window in zip("qkv", layer.window[row].chunk(3, dim=-1), strict=True):
-                parts[f"{i} window {name}"] = window
-        else:
-            parts[f"{i} latents"] = layer.latents[row, :length]
-    return parts
-
-
-def prefill(model: K3ForCausalLM, tokens: Tensor) -> tuple[Tensor, K3Cache]:
-    held = model.new_cache(tokens.shape[0], tokens.shape[1] + 8)
-    return model(tokens, held)[0], held
-
-
-def assert_equal_contents(
-    held: K3Cache, row: int, fresh: K3Cache, fresh_row: int, limit: float = LIMIT
-) -> None:
-    ours = contents(held, row)
-    for name, expected in contents(fresh, fresh_row).items():
-        assert_close(ours[name], expected, limit=limit, what=name)
-
-
-def assert_same(
-    model: K3ForCausalLM, held: K3Cache, row: int, committed: Tensor, following: Tensor
-) -> None:
-    """Batch row ``row`` holds exactly ``committed`` [n]: its state, and what it says to more."""
-    assert int(held.lengths[row]) == len(committed)
-    _, fresh = prefill(model, committed.unsqueeze(0))
-    assert_equal_contents(held, row, fresh, 0)
-    held = copy.deepcopy(held)
-    batch = len(held.lengths)
-    ours, _ = model(following.expand(batch, 1), held)
-    expected, _ = model(following.view(1, 1), fresh)
-    assert_close(ours[row], expected[0], limit=LIMIT, what="next hidden")
 
 
 def feed(model: K3ForCausalLM, tokens: Tensor, pieces: Sequence[int], held: K3Cache) -> Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dspark.k3.state import Block, KDAState, LatentState
@@ -138,9 +139,9 @@ class Rounds:
             counts = n if isinstance(n, Tensor) else torch.full_like(self.lengths, n)
             self.commit_path(first_rows(counts).rows)
         elif isinstance(n, int):
-            self._accept(n)
+            self._accept(n, block)
         else:
-            self._accept_path(first_rows(n))
+            self._accept_path(first_rows(n), block, moved=False)
 
     def commit_path(self, path: Tensor) -> None:
         """Accept the rows of one path of the pending block, per batch row.
@@ -164,29 +165,42 @@ class Rounds:
         steps = torch.arange(longest, device=path.device)
         first = bool(((accepted.rows == steps) | (accepted.rows < 0)).all())
         if first and int(accepted.counts.min()) == longest:
-            self._accept(longest)
-            return
-        if not first:
-            for mla in self._mla():
-                mla.commit_path(accepted, self.lengths)
-        self._accept_path(accepted)
+            self._accept(longest, block)
+        else:
+            self._accept_path(accepted, block, moved=not first)
 
     def rollback(self) -> None:
         """Accept nothing of the pending block."""
         self.commit(0)
 
-    def _accept(self, n: int) -> None:
+    def _accept(self, n: int, block: Block) -> None:
         for kda in self._kda():
             kda.commit(n)
+        if len(self.lengths) > 1 and n < block.rows:
+            own = torch.arange(n, device=self.lengths.device)
+            self._place(own.expand(len(self.lengths), -1), block)
         self._pending = None
         self._advance(n)
 
-    def _accept_path(self, path: Path) -> None:
+    def _accept_path(self, path: Path, block: Block, *, moved: bool) -> None:
         window = path.window(self.conv_size)
         for kda in self._kda():
             kda.commit_path(path, window)
+        if moved or len(self.lengths) > 1:
+            self._place(path.rows, block)
         self._pending = None
         self._advance(path.counts)
+
+    def _place(self, path: Tensor, block: Block) -> None:
+        """Latents of a path to where they would stand had they been the first rows, zeros after
+        them: a longer row may look past a shorter one's end, and a rejected row may hold anything.
+        """
+        rows = F.pad(path, (0, block.rows - path.shape[1]), value=-1)
+        start = self.lengths.unsqueeze(1)
+        there = start + rows.clamp(min=0)
+        here = start + torch.arange(block.rows, device=rows.device)
+        for mla in self._mla():
+            mla.place(there, here, rows < 0)
 
     def _awaiting(self) -> Block:
         if self._pending is None:

@@ -245,12 +245,10 @@ class LatentState:
             self.latents.scatter_(1, slots.unsqueeze(-1).expand_as(rows_BTX), rows_BTX)
         return self.latents[:, : block.visible]
 
-    def commit_path(self, path: Path, lengths: Tensor) -> None:
-        """Move the path's latents to where they would stand had they been the first rows."""
-        base = lengths.unsqueeze(1)
-        there = (base + path.rows.clamp(min=0)).unsqueeze(-1).expand(-1, -1, self.latents.shape[2])
-        here = base + torch.arange(path.rows.shape[1], device=base.device)
-        rows = self.latents.gather(1, there)
+    def place(self, there: Tensor, here: Tensor, none: Tensor) -> None:
+        """Move latents from slots ``there`` to ``here``, zeros where ``none``; each [B, P]."""
+        rows = self.latents.gather(1, there.unsqueeze(-1).expand(-1, -1, self.latents.shape[2]))
+        rows = rows.masked_fill(none.unsqueeze(-1), 0.0)
         self.latents.scatter_(1, here.unsqueeze(-1).expand_as(rows), rows)
 
     def held(self) -> list[tuple[Kind, Tensor]]:
