@@ -192,10 +192,25 @@ def test_a_processor_that_changes_the_shape_is_named() -> None:
 
 def test_rules_that_leave_no_token_stop_with_the_place_in_the_text() -> None:
     bound = _bound(Rules(processors=[NoRepeatNGramLogitsProcessor(1)]), [0, 2, 5])
-    logits = torch.randn(2, VOCAB)
-    bound.block(logits[:1], torch.tensor([5]))  # 6 is left
+    bound.after(torch.randn(1, VOCAB))  # 6 is left
+    bound.extend([6])
     with pytest.raises(UserError, match="no token is left for position 7 of the text"):
-        bound.block(logits, torch.tensor([5, 6]))
+        bound.after(torch.randn(1, VOCAB))
+
+
+def test_a_draft_that_nothing_may_follow_stops_only_a_text_that_follows_it() -> None:
+    logits = torch.randn(2, VOCAB)
+    for text, dead in (([2], False), ([6], False), ([6, 1], True)):
+        bound = _bound(Rules(processors=[NoRepeatNGramLogitsProcessor(1)]), [0, 2, 5])
+        ruled = bound.block(logits, torch.tensor([5, 6]))
+        assert ruled[0].isfinite().nonzero().flatten().tolist() == [6]
+        assert torch.equal(ruled[1], logits[1])
+        if dead:
+            with pytest.raises(UserError, match="no token is left for position 7 of the text"):
+                bound.extend(text)
+        else:
+            bound.extend(text)
+            assert bound.history.tolist()[6:] == text
 
 
 def test_rules_do_not_hide_logits_that_are_bad() -> None:

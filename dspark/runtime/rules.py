@@ -111,6 +111,7 @@ class RequestRules:
         self._ends_allowed_from = len(prompt_ids) + rules.min_new_tokens
         ends = [token for token in end_token_ids if 0 <= token < vocab_size]
         self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
+        self._dead_ends: list[Tensor] = []  # prefixes of the last block that nothing may follow
         self._bias: Tensor | None = None
         if rules.logit_bias:
             self._bias = torch.zeros(vocab_size, device=device)
@@ -118,13 +119,25 @@ class RequestRules:
                 self._bias[token] = bias
 
     def extend(self, tokens: Sequence[int] | Tensor) -> None:
-        """Append emitted tokens [n]."""
+        """Append emitted tokens [n]. Raises UserError if one of them stands where none may."""
         new = torch.as_tensor(tokens, dtype=torch.int64, device=self.history.device)
         self.history = torch.cat((self.history, new))
+        for prefix in self._dead_ends:
+            size = len(prefix)
+            if size < len(self.history) and torch.equal(self.history[:size], prefix):
+                raise _no_token(size)
+        self._dead_ends = []
 
     def after(self, logits: Tensor) -> Tensor:
-        """[1, V] target logits of the history's last token -> [1, V]; raises as `block` does."""
-        return self._of_target(logits, [self.history])
+        """[1, V] target logits of the history's last token -> [1, V].
+
+        Raises BadLogits for logits that were bad before any rule, UserError if the rules leave no
+        token.
+        """
+        ruled, empty = self._of_target(logits, [self.history])
+        if empty:
+            raise _no_token(len(self.history))
+        return ruled
 
     def block(self, logits: Tensor, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         """[R, V] target logits of a verify pass -> [R, V], every row by its own path.
@@ -134,14 +147,19 @@ class RequestRules:
             parents: Row above each row [R] int64, -1 for row 0 (and for rows that pad a tree,
                 which are treated as row 0); None: a chain, each row follows the one before.
 
-        Raises BadLogits for logits that were bad before any rule, UserError if the rules leave a
-        row without any token.
+        A row whose tokens are all forbidden keeps its logits: it may follow a draft that no text
+        follows. Should the text get past it, `extend` raises.
+        Raises BadLogits for logits that were bad before any rule.
         """
         if parents is None:
             paths = [tokens[1 : row + 1] for row in range(tokens.shape[0])]
         else:
             paths = [tokens[path] for path in _paths(parents.tolist())]
-        return self._of_target(logits, [torch.cat((self.history, path)) for path in paths])
+        prefixes = [torch.cat((self.history, path)) for path in paths]
+        ruled, empty = self._of_target(logits, prefixes)
+        self._dead_ends = [prefixes[row] for row in empty]
+        ruled[empty] = logits[empty]
+        return ruled
 
     def slot(self, logits: Tensor, drafted: Tensor, ids: Tensor | None = None) -> Tensor:
         """Drafter logits [V'] after the history and `drafted` [k] int64 target ids -> [V'].
@@ -180,14 +198,17 @@ class RequestRules:
                 )
         return scores
 
-    def _of_target(self, logits: Tensor, prefixes: Sequence[Tensor]) -> Tensor:
+    def _of_target(self, logits: Tensor, prefixes: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+        """Ruled logits, and the rows that have no token left."""
         check_logits(logits.unsqueeze(0))  # a rule may hide what is wrong: before any of them
         ruled = self.apply(logits, prefixes)
-        empty = (ruled.amax(dim=-1) == -torch.inf).nonzero()
-        if empty.numel():
-            position = len(prefixes[int(empty[0])])
-            raise UserError(f"sampling rules: no token is left for position {position} of the text")
-        return ruled
+        return ruled, (ruled.amax(dim=-1) == -torch.inf).nonzero().flatten().tolist()
+
+
+def _no_token(position: int) -> UserError:
+    return UserError(
+        f"sampling rules: no token is left for position {position} of the text; loosen them"
+    )
 
 
 def _paths(parents: list[int]) -> list[list[int]]:
