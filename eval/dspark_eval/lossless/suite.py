@@ -1,0 +1,222 @@
+"""The grid of cases, what each of them must show, and the planted defects.
+
+    policies x {T = 0, 0.7, 1, 1.3 with top-p 0.9, top-k 20}
+             x {chain, siblings} x batch {1, 3} x {token, block}
+
+A sampled case holds DRAWS texts of three tokens against the target's law: the three marginal laws
+and the joint law of the tokens' classes. At temperature 0 every text must be the target's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from dspark.runtime.judge import Method
+from dspark.runtime.sampling import SamplingParams
+from dspark_eval.lossless.defects import Defect, defects
+from dspark_eval.lossless.planners import POLICIES, SIBLINGS, PolicyPlanner, policy_named
+from dspark_eval.lossless.play import TEXT, Played, Setup, canonical_texts, play
+from dspark_eval.lossless.statistics import ALPHA, TV, Fit, fit, power
+from dspark_eval.lossless.world import CLASSES, SLOTS, VOCAB, Tables, World
+
+DRAWS = 300_000
+LAWS = 4
+"""Tests per sampled case: three marginal laws and one of classes."""
+WORLDS = 3_000
+"""Unrelated worlds of a greedy case."""
+
+SETTINGS: dict[str, SamplingParams] = {
+    "greedy": SamplingParams(),
+    "T=0.7": SamplingParams(0.7),
+    "T=1": SamplingParams(1.0),
+    "T=1.3 top-p 0.9": SamplingParams(1.3, 0.9),
+    "top-k 20": SamplingParams(1.0, 1.0, 20),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the grid."""
+
+    policy: str
+    setting: str
+    siblings: bool
+    batch: int
+    method: Method
+
+    @property
+    def name(self) -> str:
+        shape = "siblings" if self.siblings else "chain"
+        return f"{self.policy}, {self.setting}, {shape}, batch {self.batch}, {self.method}"
+
+    def setup(self) -> Setup:
+        policy = policy_named(self.policy, self.siblings)
+        return Setup(
+            params=SETTINGS[self.setting],
+            planner=PolicyPlanner(policy, self.batch),
+            length=policy.draft_length(SLOTS),
+            siblings=SIBLINGS if self.siblings else 0,
+            method=self.method,
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case or a defect.
+
+    p          the smallest p-value of its tests; None at temperature 0
+    distance   largest total variation seen, noise included: (draws / cells)^-1/2 is nothing
+    freedom    most degrees of freedom among its tests
+    wrong      greedy texts that are not the target's
+    """
+
+    name: str
+    p: float | None
+    distance: float
+    freedom: int
+    wrong: int = 0
+
+
+@dataclass
+class Report:
+    """A whole run. `level` is what each test is held to."""
+
+    draws: int
+    level: float
+    cases: list[Outcome] = field(default_factory=list)
+    planted: list[Outcome] = field(default_factory=list)
+
+    @property
+    def failures(self) -> list[Outcome]:
+        return [c for c in self.cases if c.wrong or (c.p is not None and c.p < self.level)]
+
+    @property
+    def missed(self) -> list[Outcome]:
+        return [d for d in self.planted if d.p is None or d.p >= self.level]
+
+    @property
+    def power(self) -> float:
+        """Least chance of any test here to find a law that is TV away."""
+        freedom = max((o.freedom for o in (*self.cases, *self.planted)), default=VOCAB)
+        return power(self.draws, TV, freedom, self.level)
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures and not self.missed and self.power >= 0.99
+
+
+def grid(full: bool) -> list[Case]:
+    """All cases; the short form takes every policy once with each of siblings and method."""
+    shapes = itertools.product((False, True), (1, 3), get_args(Method))
+    cases = [
+        Case(policy, setting, siblings, batch, method)
+        for (siblings, batch, method), policy, setting in itertools.product(
+            shapes, POLICIES, SETTINGS
+        )
+    ]
+    if full:
+        return cases
+    settings, policies = list(SETTINGS), list(POLICIES)
+    return [
+        case
+        for case in cases
+        if (policies.index(case.policy) + case.siblings) % len(settings)
+        == settings.index(case.setting)
+        and (case.batch == 3) == (case.method == "block")
+    ]
+
+
+def run_suite(
+    full: bool,
+    *,
+    seed: int = 0,
+    draws: int = DRAWS,
+    advance: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Run the grid and plant every defect. `advance` gets the name of each as it is done."""
+    cases, planted = grid(full), defects()
+    tests = LAWS * (len(cases) + len(planted))
+    report = Report(draws, ALPHA / tests)
+    world = World.sampled()
+    for case in cases:
+        generator = _generator(seed, case.name)
+        if SETTINGS[case.setting].greedy:
+            report.cases.append(_greedy(case, generator))
+        else:
+            report.cases.append(_sampled(case.name, world, case.setup(), draws, generator))
+        advance(case.name)
+    for defect in planted:
+        report.planted.append(plant(defect, world, draws, seed))
+        advance(defect.name)
+    return report
+
+
+def plant(defect: Defect, world: World, draws: int, seed: int = 0) -> Outcome:
+    """Run the suite's test with the defect in force."""
+    generator = _generator(seed, defect.name)
+    return _sampled(defect.name, world, defect.setup, draws, generator, defect.patch)
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+
+
+def _sampled(
+    name: str,
+    world: World,
+    setup: Setup,
+    draws: int,
+    generator: torch.Generator,
+    patch: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Outcome:
+    law = world.law(setup.params)
+    counts = [torch.zeros(VOCAB) for _ in range(TEXT)] + [torch.zeros(CLASSES**TEXT)]
+    classes = world.classes[0]
+    with patch():
+        for texts in canonical_texts(world, setup, draws, law, generator):
+            for k in range(TEXT):
+                counts[k] += torch.bincount(texts[:, k], minlength=VOCAB)
+            code = torch.zeros(len(texts), dtype=torch.int64)
+            for k in range(TEXT):
+                code = code * CLASSES + classes[texts[:, k]]
+            counts[TEXT] += torch.bincount(code, minlength=CLASSES**TEXT)
+    fits: list[Fit] = [
+        fit(seen, wanted) for seen, wanted in zip(counts, _laws(law, classes), strict=True)
+    ]
+    return Outcome(
+        name,
+        p=min(f.p for f in fits),
+        distance=max(f.distance for f in fits),
+        freedom=max(f.freedom for f in fits),
+    )
+
+
+def _laws(law: Tensor, classes: Tensor) -> Iterator[Tensor]:
+    """The marginal laws of TEXT tokens after canonical token 0, then the joint law of classes."""
+    joint = law[0][:, None, None] * law[:, :, None] * law[None, :, :]
+    for k in range(TEXT):
+        yield joint.sum(dim=[other for other in range(TEXT) if other != k])
+    member = torch.nn.functional.one_hot(classes, CLASSES).double()
+    yield torch.einsum("xyz,xa,yb,zc->abc", joint, member, member, member).flatten()
+
+
+def _greedy(case: Case, generator: torch.Generator) -> Outcome:
+    """Texts of unrelated worlds against the target's argmax walk, token for token."""
+    seed = int(torch.randint(2**31, (1,), generator=generator))
+    world = World.greedy(seed, WORLDS)
+    tables = Tables(world, torch.arange(WORLDS))
+    said: Played = play(tables, case.setup(), generator)
+    previous, wrong = tables.anchor, torch.zeros(WORLDS, dtype=torch.bool)
+    for token in said.text.unbind(1):
+        expected = tables.after(previous.unsqueeze(1)).squeeze(1).argmax(dim=-1)
+        wrong |= (token >= 0) & (token != expected)
+        previous = expected
+    return Outcome(case.name, None, 0.0, 0, wrong=int(wrong.sum()))
