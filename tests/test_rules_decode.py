@@ -10,15 +10,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
+from transformers import (
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 from dspark.runtime.decode import SpeculativeDecoder
+from dspark.runtime.hf_open import hf_target
 from dspark.runtime.judge import Method
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.policies import Fixed
@@ -27,8 +33,10 @@ from dspark.runtime.records import Emitted, Generation
 from dspark.runtime.rules import RequestRules, Rules
 from dspark.runtime.sampling import BadLogits, SamplingParams
 from dspark.runtime.stops import StopStrings
+from tests.hf_tiny import tiny_hf
 from tests.laws import pvalue
 from tests.table_target import TableDrafter, TableTarget
+from tests.tiny_drafters import FULL, make_drafter
 
 GREEDY = SamplingParams()
 BLOCK = 4
@@ -77,6 +85,33 @@ def test_greedy_texts_equal_plain_ones(name: str, shape: str, method: Method) ->
         assert len(fast.tokens) == 1 + sum(r.emitted for r in fast.rounds)
         texts.add(tuple(plain.tokens))
     assert len(texts) > 1
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral-window"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_transformers_model_says_what_its_own_generate_says(kind: str, seed: int) -> None:
+    """Plain, chain and siblings against `generate` with the same processors, on a real model."""
+    model, prompt, ends = tiny_hf(kind, seed), [7, 3, 9, 3], (2, 11)
+    processors = [RepetitionPenaltyLogitsProcessor(1.4), NoRepeatNGramLogitsProcessor(2)]
+    theirs = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=24,
+        min_new_tokens=8,
+        do_sample=False,
+        logits_processor=LogitsProcessorList(processors),
+        eos_token_id=list(ends),
+    )
+    target = hf_target(model, name=kind, end_token_ids=ends)
+    config = replace(
+        FULL, vocab_size=target.vocab_size, hidden_size=target.hidden_size, target_layer_ids=(0, 2),
+        num_target_layers=target.num_layers,
+    )  # fmt: skip
+    decoder = SpeculativeDecoder(target, make_drafter(config))
+    options = {"max_new_tokens": 24, "sampling": GREEDY, "rules": Rules({}, 8, processors)}
+    expected = theirs[0, len(prompt) :].tolist()
+    assert plain_generate(target, prompt, **options).tokens == expected
+    for policy in SHAPES.values():
+        assert decoder.generate(prompt, policy=policy, **options).tokens == expected
 
 
 # ---------------------------------------------------------------------------------- sampled texts
