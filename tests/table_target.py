@@ -168,7 +168,8 @@ class TableTarget:
             new, above = tokens.tolist(), parents.expand_as(tokens).tolist()
         for b, (past, fresh) in enumerate(zip(cache.rows, new, strict=True)):
             paths = _chain(fresh) if above is None else _paths(fresh, above[b])
-            pairs = torch.tensor([[0, 0, *past[-2:], *path][-2:] for path in paths]).view(-1, 2)
+            last = [[0, 0, *past[-2:], *path][-2:] for path in paths]
+            pairs = torch.tensor(last, dtype=torch.int64).view(-1, 2)
             rows = self.table[pairs[:, 0], pairs[:, 1]]
             hidden[b, keep[b]] = rows if above is None else rows[keep[b]]
         cache.feed(new, commit, above)

@@ -19,7 +19,7 @@ from tests.laws import pvalue
 from tests.table_target import TableDrafter, TableTarget
 
 
-def _joint(target: TableTarget, prompt: list[int], sampling: SamplingParams) -> np.ndarray:
+def joint(target: TableTarget, prompt: list[int], sampling: SamplingParams) -> np.ndarray:
     """[V, V, V] exact joint law of the first three tokens after the prompt."""
     p = to_probs(target.table, sampling).double()
     a, b = prompt[-2:]
@@ -27,7 +27,7 @@ def _joint(target: TableTarget, prompt: list[int], sampling: SamplingParams) -> 
     return torch.einsum("x,xy,xyz->xyz", first, p[b], p).numpy()
 
 
-def _assert_law(texts: list[list[int]], law: np.ndarray) -> None:
+def assert_law(texts: list[list[int]], law: np.ndarray) -> None:
     vocab = law.shape[0]
     cells = torch.tensor(texts) @ torch.tensor([vocab**2, vocab, 1])
     assert pvalue(cells, law.reshape(-1)) > 1e-4
@@ -53,7 +53,7 @@ def test_first_three_tokens_follow_the_targets_law(sampling: SamplingParams, cou
         decoder.generate([1, 2], max_new_tokens=5, sampling=sampling, draft_length=3, seed=seed)
         for seed in range(count)
     ]
-    _assert_law([r.tokens[:3] for r in results], _joint(target, [1, 2], sampling))
+    assert_law([r.tokens[:3] for r in results], joint(target, [1, 2], sampling))
     # Tokens two and three came out in every way there is.
     assert {r.rounds[0].accepted for r in results} == {0, 1, 2, 3}
 
@@ -61,8 +61,8 @@ def test_first_three_tokens_follow_the_targets_law(sampling: SamplingParams, cou
 @pytest.mark.parametrize("sampling", SETTINGS)
 def test_plain_and_batch_follow_the_same_law(sampling: SamplingParams) -> None:
     target = TableTarget.random(3, 8, scale=1.0)
-    law = _joint(target, [1, 2], sampling)
+    law = joint(target, [1, 2], sampling)
     options = {"max_new_tokens": 3, "sampling": sampling}
     plain = [plain_generate(target, [1, 2], seed=s, **options).tokens for s in range(2_000)]
-    _assert_law(plain, law)
-    _assert_law(generate_batch(target, [[1, 2]] * 2_000, **options), law)
+    assert_law(plain, law)
+    assert_law(generate_batch(target, [[1, 2]] * 2_000, **options), law)

@@ -14,6 +14,7 @@ round.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ from dspark.runtime.rules import Rules
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.seats import Seats
 from dspark.runtime.stops import StopStrings
-from dspark.runtime.target import Target
+from dspark.runtime.target import Cache, Target
 
 
 class SpeculativeDecoder:
@@ -159,11 +160,20 @@ def check_taps(target: Target, drafter: Drafter) -> None:
         )
 
 
-def begin(rounds: Rounds, text: Text, chunk: int, prefix_cache: PrefixCache | None = None) -> Seats:
-    """Read one prompt and emit its first token: a batch of one."""
+def begin(
+    rounds: Rounds,
+    text: Text,
+    chunk: int,
+    prefix_cache: PrefixCache | None = None,
+    places: tuple[Cache, Any] | None = None,
+) -> Seats:
+    """Read one prompt and emit its first token: a batch of one, in `places` if they are given."""
     target, drafter, request = rounds.target, rounds.drafter, text.request
-    cache = target.new_cache(1, request.max_length + rounds.sibling_rows)
-    context = drafter.new_context(1, request.max_length)
+    if places is None:
+        cache = target.new_cache(1, request.max_length + rounds.sibling_rows)
+        context = drafter.new_context(1, request.max_length)
+    else:
+        cache, context = places
     prefix = None
     if prefix_cache is not None:
         prefix_cache.check(target, drafter)

@@ -106,10 +106,17 @@ class Judged:
         with text_positions(lambda: [text.position for text in texts]):
             raise_fault([int(row[5]) for row in table])
         cuts = [len(heads), drafted, drafted, 0 if proposal.confidence is None else drafted]
-        return [_outcome(row, cuts, text.left - 1) for row, text in zip(table, texts, strict=True)]
+        return [
+            outcome_of(row, cuts, text.left - 1) for row, text in zip(table, texts, strict=True)
+        ]
 
 
-def _outcome(row: list[float], cuts: list[int], limit: int) -> Outcome:
+def outcome_of(row: list[float], cuts: list[int], limit: int) -> Outcome:
+    """A row of numbers: heads, tokens, entropies, confidences of `cuts` many, and distances.
+
+    Heads are accepted, next token, level, sibling and its row, fault, and the length if one was
+    planned. `limit` is the most that may be drafted for the row.
+    """
     pieces, at = [], 0
     for width in cuts:
         pieces.append(row[at : at + width])
