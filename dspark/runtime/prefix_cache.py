@@ -250,12 +250,13 @@ class PrefixSession:
         hit = owner.lookup(prompt)
         self.start = 0
         self.hidden: Tensor | None = None
-        before = clock(owner.target.device)
+        self._restore_s = 0.0
         if hit is not None:
+            before = clock(owner.target.device)
             restore(hit.chain, cache, context)
             self.start, self.hidden = hit.length, hit.chain[-1].hidden
+            self._restore_s = clock(owner.target.device) - before
         self._begun = clock(owner.target.device)
-        self._restore_s = self._begun - before
         self.stops: list[int] = []
         last = self.start
         for length in sorted({parting, len(self._prompt)}):
