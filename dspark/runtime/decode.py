@@ -114,6 +114,7 @@ class SpeculativeDecoder:
         method: Method = "token",
         relaxed: Relaxed | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
+        prefix_cache: PrefixCache | None = None,
     ) -> list[Generation]:
         """`generate` for many requests, at most `batch` at a time; the results in their order.
 
@@ -125,7 +126,11 @@ class SpeculativeDecoder:
         """
         rounds = self._rounds(sampling, draft_length, policy, method, relaxed)
         texts = [Text(self.target, request) for request in requests]
-        return Many(rounds, texts, batch, lambda text: begin(rounds, text, prefill_chunk)).run()
+
+        def read(text: Text) -> Seats:
+            return begin(rounds, text, prefill_chunk, prefix_cache)
+
+        return Many(rounds, texts, batch, read).run()
 
     def _rounds(
         self,
