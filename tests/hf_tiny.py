@@ -20,6 +20,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_UNTIED = {**SIZES, "tie_word_embeddings": False}  # tied, a random one repeats its last token
 _FOUR = {**SIZES, "num_key_value_heads": 4}
 _HEAD = {"head_dim": 8}
 _ALTERNATE = ["sliding_attention", "full_attention"] * 2
@@ -36,11 +37,11 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**SIZES, **_HEAD}),
     "qwen3-moe": ("Qwen3Moe", {**SIZES, **_HEAD, **_EXPERTS}),
     "mistral-window": ("Mistral", {**SIZES, **_HEAD, "sliding_window": 8}),
-    "gemma": ("Gemma", {**SIZES, **_HEAD}),
+    "gemma": ("Gemma", {**_UNTIED, **_HEAD}),
     "gemma2": (
         "Gemma2",
         {
-            **SIZES,
+            **_UNTIED,
             **_HEAD,
             "sliding_window": 8,
             "query_pre_attn_scalar": 8,
@@ -50,7 +51,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3": (
         "Gemma3",
-        {**SIZES, **_HEAD, "sliding_window": 8, "layer_types": _ALTERNATE},
+        {**_UNTIED, **_HEAD, "sliding_window": 8, "layer_types": _ALTERNATE},
     ),
     "granite": ("Granite", {**SIZES, "logits_scaling": 4.0, "embedding_multiplier": 3.0}),
     "cohere": ("Cohere", {**SIZES, "logit_scale": 0.25}),
@@ -193,6 +194,7 @@ REPLAY: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": (
         "Bloom",
         {
+            "tie_word_embeddings": False,
             "vocab_size": 120,
             "hidden_size": 32,
             "n_layer": 4,

@@ -107,7 +107,7 @@ class RowCache:
         rows = new_rows(valid, parents)
         counts = valid.sum(1).tolist()
         lengths = self.lengths
-        width = max(map(int.__add__, self._lengths, counts), default=0)
+        width = max(1, *map(int.__add__, self._lengths, counts))  # attention over nothing is NaN
         masks: dict[Ring, Tensor] = {}
         for layer in self._layers:
             layer.grow(width)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -95,7 +96,7 @@ def visible(lengths: Tensor, rows: NewRows, ring: Ring, width: int) -> Tensor:
         allowed = allowed & (position - held.expand(len(lengths), width).unsqueeze(1) < ring.window)
         near = near & (position - position.transpose(1, 2) < ring.window)
     slots = torch.where(rows.valid, ring.slot(lengths.unsqueeze(1) + rows.order), width)
-    room = torch.cat((allowed, allowed[..., :1]), dim=-1)  # the last column takes padding
+    room = F.pad(allowed, (0, 1))  # the last column takes padding
     return room.scatter(2, slots.unsqueeze(1).expand_as(near), near)[..., :width]
 
 
