@@ -1,7 +1,8 @@
 """What a prediction of speed is made from: acceptance by position, and step times by rows.
 
 Acceptance   eval.json, a bench's JSON, training.json, calibration.json, or a plain list
-Step times   SGLang's cost table as `dspark calibrate --profile` writes it, or a bench's JSON
+Step times   the cost model of `dspark bench --profile`, SGLang's cost table as `dspark calibrate
+             --sglang` writes it, or a bench's JSON
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from dspark.errors import UserError
 from dspark.files import read_json
+from dspark.runtime.cost_model import is_cost_model, load_cost_model
 
 BESIDE = ("eval.json", "training.json", "calibration.json")
 """Files of a drafter folder that know its acceptance, the best first."""
@@ -52,15 +54,19 @@ def read_cost_table(path: Path) -> dict[int, float]:
     """Rows of a step -> its seconds, 1 row among them. Raises UserError naming what is missing."""
     raw = read_json(path)
     if not isinstance(raw, Mapping):
-        raise UserError(f"{path}: an object was expected: SGLang's cost table or a bench's JSON")
-    if "sample_batch_tokens" in raw:
+        raise UserError(
+            f"{path}: an object was expected: a cost model, SGLang's cost table or a bench's JSON"
+        )
+    if is_cost_model(raw):
+        times = load_cost_model(path).step_times()
+    elif "sample_batch_tokens" in raw:
         times = _cost_table(path, raw)
     elif "plain_tokens_per_s" in raw:
         times = _bench_times(path, raw)
     else:
         raise UserError(
-            f"{path}: neither SGLang's cost table (sample_batch_tokens, sample_steps_per_sec; "
-            "`dspark calibrate --profile` writes one) nor the JSON of `dspark bench`"
+            f"{path}: neither a cost model (`dspark bench --profile` writes one), SGLang's cost "
+            "table (sample_batch_tokens, sample_steps_per_sec) nor the JSON of `dspark bench`"
         )
     if 1 not in times or len(times) < 2:
         raise UserError(

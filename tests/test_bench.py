@@ -36,6 +36,8 @@ PROMISED = [
     "drafter",
     "batch",
     "policy",
+    "policy_settings",
+    "verification",
     "temperature",
     "top_p",
     "top_k",
@@ -50,7 +52,13 @@ PROMISED = [
     "acceptance_rate",
     "acceptance_rate_with_bonus",
     "conditional_acceptance",
+    "sibling_rate",
     "draft_length_mean",
+    "rows_per_round",
+    "levels",
+    "bands",
+    "relaxed",
+    "break_even",
     "draft_ms",
     "verify_ms",
     "other_ms",
@@ -110,11 +118,11 @@ def test_rates_are_pooled_and_leave_the_first_token_out():
     assert (result["draft_ms"], result["verify_ms"], result["other_ms"]) == pytest.approx(
         (62.5, 125, 62.5)
     )
+    # a round costs 250 ms, a plain step 100 ms: with 2.5 tokens per round both are as fast
+    assert result["break_even"] == pytest.approx(2.5)
     extra = speed.details(timings, seed=0)
     assert extra["plain_tokens_per_s_with_prefill"] == pytest.approx(42 / 6)
     assert extra["speedup_with_prefill"] == pytest.approx((22 / 3) / (42 / 6))
-    # a round costs 250 ms, a plain step 100 ms: with 2.5 tokens per round both are as fast
-    assert extra["break_even_accepted_length"] == pytest.approx(2.5)
 
 
 def test_interval_keeps_both_measurements_of_a_prompt_together():
@@ -171,7 +179,7 @@ def test_mismatch_names_position_and_the_gap_of_the_top_two_logits():
     ("change", "named"),
     [
         ({"batch": 2}, "--batch"),
-        ({"policy": "auto"}, "--policy"),
+        ({"policy": "lucky"}, "--policy"),
         ({"max_new_tokens": 1}, "--max-new-tokens"),
         ({"n_prompts": 0}, "--n-prompts"),
         ({"warmup": 0}, "--warmup"),

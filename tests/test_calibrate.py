@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from dspark.draft.checkpoint import load_drafter, save_drafter
 from dspark.draft.curves import curved_survival
 from dspark.errors import UserError
 from dspark.runtime.confidence import collect_rounds, raw_confidence
+from dspark.runtime.cost_model import load_cost_model
 from dspark.runtime.draft_head import DraftHead
+from dspark.runtime.policies.choose import POLICIES, PolicyChoice, make_policy
 from dspark.runtime.proposal import propose
 from dspark.runtime.sampling import SamplingParams, request_generator
 from dspark_eval import step_times
@@ -57,8 +59,7 @@ def calibrated(
     copy = replace(pair, draft=folder / "draft")
     out = folder / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_times, "PROMPTS", 1)
-        patch.setattr(step_times, "NEW_TOKENS", 8)
+        patch.setattr(step_times, "REPEATS", 1)
         return copy, run_calibrate(options(copy, out=out, sglang=out / "sglang", profile=True)), out
 
 
@@ -155,6 +156,41 @@ def test_files_for_sglang_have_exactly_its_keys(calibrated: Any) -> None:
     assert all(math.isfinite(rate) and rate > 0 for rate in costs["sample_steps_per_sec"])
 
 
+def test_thresholds_are_fitted_on_the_step_times_and_used_by_their_policies(
+    calibrated: Any,
+) -> None:
+    """In the file, in the drafter, in the policy of the setting; a later call may drop them."""
+    pair, document, _ = calibrated
+    cost = load_cost_model(pair.draft / "cost_model.json")
+    assert [costs.batch for costs in cost.batches] == [1]
+    drafter = load_drafter(pair.draft)
+    for entry, report in zip(drafter.calibration.settings, document["settings"], strict=True):
+        assert asdict(entry.stops) == report["stops"]
+        rates = entry.stops.tokens_per_s
+        assert set(rates) == {"plain", *(set(POLICIES) - {"auto"})}
+        assert rates["plain"] == pytest.approx(1 / cost.plain_s())
+        assert entry.stops.best == max(set(rates) - {"plain"}, key=rates.get)
+        sampling = SamplingParams(entry.temperature)
+        known = {"calibration": drafter.calibration, "cost": cost}
+        entropy = make_policy(PolicyChoice("entropy"), sampling, **known)
+        confidence = make_policy(PolicyChoice("confidence"), sampling, **known)
+        assert entropy.h_stop == entry.stops.h_stop
+        assert confidence.s_stop == entry.stops.s_stop
+        asked = make_policy(PolicyChoice("confidence", s_stop=0.9), sampling, **known)
+        assert asked.s_stop == 0.9
+        auto = make_policy(PolicyChoice("auto"), sampling, **known)
+        assert auto.inner.name == entry.stops.best
+
+
+def test_without_step_times_nothing_is_fitted_and_that_is_said(
+    pair: TinyPair, tmp_path: Path
+) -> None:
+    shutil.copytree(pair.draft, tmp_path / "draft")
+    document = run_calibrate(options(replace(pair, draft=tmp_path / "draft")))
+    assert [report["stops"] for report in document["settings"]] == [None, None]
+    assert any("give --profile" in line for line in document["warnings"])
+
+
 def test_eval_reports_the_calibrated_confidence(calibrated: Any) -> None:
     pair, _, _ = calibrated
 
@@ -225,7 +261,7 @@ def test_a_slot_without_rounds_is_drawn_and_printed(calibrated: Any, tmp_path: P
         ({"temperature": (1.0, 1.0)}, "--temperature: each value once"),
         ({"temperature": (-1.0,)}, "temperature"),
         ({"suites": ()}, "--suite"),
-        ({"profile": True}, "--profile: .*give --sglang DIR"),
+        ({"profile": True, "cost_model": Path(__file__).parent}, "--cost-model .*a folder"),
         ({"out": Path(__file__, "x")}, "--out: .* is a file"),
         ({"sglang": Path(__file__, "x")}, "--sglang: .* is a file"),
     ],

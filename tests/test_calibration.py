@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dspark.draft import DraftConfig, DSparkDrafter
-from dspark.draft.calibration import Calibration, Fitted, measured
+from dspark.draft.calibration import Calibration, Fitted, Stops, measured
 from dspark.draft.calibration_file import calibration_from_dict
 from dspark.draft.checkpoint import load_drafter, read_calibration, save_drafter
 from dspark.errors import UserError
@@ -97,7 +97,7 @@ def test_a_fitted_entry_stands_in_the_file_as_it_is() -> None:
         "ece_before": [0.06, 0.07, None], "ece_scaled": [0.02, 0.03, None],
         "ece_after": [0.01, 0.02, None], "ece_floor": [0.01, 0.015, None],
         "auc": [0.8, None, None], "brier": [0.2, 0.1, None],
-        "average_ece_after_ci95": [0.008, 0.02], "rounds": 900, "prompts": 60,
+        "average_ece_after_ci95": [0.008, 0.02], "rounds": 900, "prompts": 60, "stops": None,
     }  # fmt: skip
 
 
@@ -260,7 +260,7 @@ def test_a_malformed_entry_is_refused_by_name(tmp_path: Path, message: str) -> N
         load_drafter(folder)
 
 
-@pytest.mark.parametrize("key", GOOD.to_dict()["settings"][0])
+@pytest.mark.parametrize("key", sorted(set(GOOD.to_dict()["settings"][0]) - {"stops"}))
 def test_an_entry_without_a_key_is_refused(key: str) -> None:
     raw = GOOD.to_dict()
     del raw["settings"][1][key]
@@ -292,3 +292,41 @@ def test_it_is_not_read_from_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("calibration", [RAW, GOOD])
 def test_reading_is_the_inverse_of_writing(calibration: Calibration) -> None:
     assert calibration_from_dict(json.loads(json_text(calibration.to_dict())), 3) == calibration
+
+
+# ------------------------------------------------------------------ thresholds of policies
+
+
+STOPS = Stops(0.75, 0.3, 2, "entropy", {"plain": 90.0, "fixed": 95.0, "entropy": 101.5}, "a CPU")
+
+
+def test_thresholds_go_there_and_back_and_old_entries_have_none(tmp_path: Path) -> None:
+    made = RAW.with_fitted(replace(GREEDY, stops=STOPS), WARM)
+    raw = json.loads(json.dumps(made.to_dict()))
+    assert calibration_from_dict(raw, 3) == made
+    assert raw["settings"][1]["stops"] is None
+    for entry in raw["settings"]:
+        del entry["stops"]  # as files were written before
+    assert calibration_from_dict(raw, 3) == GOOD
+    silent = replace(STOPS, s_stop=None)
+    raw = json.loads(json.dumps(RAW.with_fitted(replace(GREEDY, stops=silent)).to_dict()))
+    assert calibration_from_dict(raw, 3).settings[0].stops == silent
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"h_stop": -1}, "h_stop: -1 given"),
+        ({"s_stop": 1.5}, "s_stop: 1.5 given"),
+        ({"draft_length": 4}, r"draft_length: 4 given, 1\.\.3"),
+        ({"best": "luck"}, "best: 'luck' given"),
+        ({"tokens_per_s": [1]}, "tokens_per_s"),
+        ({"measured_on": 3}, "measured_on: 3 given"),
+        ({"more": 1}, "an object with h_stop, s_stop"),
+    ],
+)
+def test_wrong_thresholds_are_named(change: dict[str, Any], message: str) -> None:
+    raw = json.loads(json.dumps(RAW.with_fitted(replace(GREEDY, stops=STOPS)).to_dict()))
+    raw["settings"][0]["stops"].update(change)
+    with pytest.raises(ValueError, match=rf"settings\[0\]: stops: .*{message}|{message}"):
+        calibration_from_dict(raw, 3)

@@ -198,28 +198,37 @@ def test_calibrate_takes_several_sets_and_temperatures(run: Run, caught: dict[st
     assert options.suites == ("a.jsonl", "nano-validation")
     assert [(s.temperature, s.top_p) for s in options.sampling()] == [(0.0, 0.9), (0.7, 0.9)]
     assert (options.sglang, options.profile, options.quiet) == (Path("s"), True, True)
+    run("calibrate", "--draft", "d", "--cost-model", "c.json")
+    assert caught["calibrate"].cost_model == Path("c.json")
 
 
 def test_every_option_of_bench_arrives(run: Run, caught: dict[str, Any]) -> None:
     args = (
         "--batch 1 --draft d --target t --prompts p.jsonl --n-prompts 3 --max-new-tokens 9 "
-        "--draft-length 5 --policy fixed --temperature 0.5 1 --top-p 0.9 --top-k 4 --seed 7 "
-        "--warmup 1 --repeats 2 --threads 1 --device cuda:1 --dtype bfloat16 --peer "
+        "--draft-length 5 --temperature 0.5 1 --top-p 0.9 --top-k 4 --seed 7 "
+        "--policy entropy --bands --high 0.8 --low 0.2 --siblings 1 --verification block "
+        "--cost-model c.json "
+        "--warmup 1 --repeats 2 --threads 1 --device cuda:1 --dtype bfloat16 --peer --profile "
         "--json j.json --plot p.png"
     )
     assert run("bench", *args.split())[0] == 0
     options = caught["bench"]
     assert options.temperature == (0.5, 1.0)
-    same = {"batch", "policy", "quiet"}  # one legal value each; quiet is tested below
+    # one legal value each; relaxed goes with token verification, quiet is tested below
+    same = {"batch", "quiet", "relaxed"}
     for field in dataclasses.fields(options):
         if field.name not in same:
             assert getattr(options, field.name) != field.default, field.name
+    assert run("bench", "--draft", "d", "--relaxed")[0] == 0
+    assert caught["bench"].relaxed
 
 
 def test_every_option_of_eval_arrives(run: Run, caught: dict[str, Any]) -> None:
     args = (
         "--draft d --target t --suite a b --prompts c.jsonl --n-prompts 3 --max-new-tokens 9 "
         "--draft-length 5 --temperature 0.5 --top-p 0.9 --top-k 4 --seed 7 --threads 1 "
+        "--policy auto --bands --high 0.8 --low 0.2 --siblings 1 --verification block "
+        "--cost-model c.json "
         "--device cuda --dtype bfloat16 --out o --json"
     )
     code, out, _ = run("eval", *args.split())
@@ -227,7 +236,10 @@ def test_every_option_of_eval_arrives(run: Run, caught: dict[str, Any]) -> None:
     options = caught["eval"]
     assert options.suites == ("a", "b", "c.jsonl")
     for field in dataclasses.fields(options):
-        assert getattr(options, field.name) != field.default, field.name
+        if field.name != "relaxed":  # goes with token verification
+            assert getattr(options, field.name) != field.default, field.name
+    run("eval", "--draft", "d", "--relaxed", "--json")
+    assert caught["eval"].relaxed
 
 
 def test_every_option_of_distill_arrives(run: Run, caught: dict[str, Any], in_tmp: Path) -> None:

@@ -13,9 +13,11 @@ from dspark.draft.model import DSparkDrafter
 from dspark.draft.shapes import KDAShape
 from dspark.files import read_json
 from dspark.runtime.decode import SpeculativeDecoder
+from dspark.runtime.policies import Fixed
 from dspark.runtime.loading import load_target
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval.acceptance import run_eval
+from dspark_eval.drafting import Drafted
 from dspark_eval.long_context import (
     CHAT,
     LENGTHS,
@@ -120,16 +122,15 @@ def test_prompts_read_together_are_answered_as_if_read_alone(
     generator = torch.Generator().manual_seed(0)
     common = torch.randint(target.vocab_size, (300,), generator=generator).tolist()
     prompts = [[*common, 7 + i, 11, 13 + i] for i in range(3)]
-    settings = {
-        "max_new_tokens": 12,
-        "sampling": SamplingParams(temperature=temperature),
-        "draft_length": BLOCK_SIZE,
-    }
-    decode = speculative_after(target, drafter, prompts, **settings)
+    settings = {"max_new_tokens": 12, "sampling": SamplingParams(temperature=temperature)}
+    whole_block = Drafted(Fixed(BLOCK_SIZE))
+    decode = speculative_after(target, drafter, prompts, drafted=whole_block, **settings)
     alone = SpeculativeDecoder(target, drafter)
     for index in (0, 2, 1, 0):
         together = decode(prompts[index], index)
-        expected = alone.generate(prompts[index], seed=index, **settings)
+        expected = alone.generate(
+            prompts[index], seed=index, draft_length=BLOCK_SIZE, **settings
+        )
         assert together.tokens == expected.tokens
         for read, whole in zip(together.rounds, expected.rounds, strict=True):
             assert (read.accepted, read.emitted) == (whole.accepted, whole.emitted)

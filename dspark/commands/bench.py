@@ -9,17 +9,25 @@ import typer
 
 from dspark.commands.app import app
 from dspark.commands.options import (
+    CostModelFile,
     Device,
     Draft,
     DraftLength,
     DType,
+    High,
+    Low,
     MaxNewTokens,
+    PolicyName,
     PromptCount,
     Seed,
+    Siblings,
     Target,
     Threads,
     TopK,
     TopP,
+    UseBands,
+    UseRelaxed,
+    Verification,
     default_draft,
     print_json,
 )
@@ -36,7 +44,20 @@ def bench(
     n_prompts: PromptCount = 60,
     max_new_tokens: MaxNewTokens = 256,
     draft_length: DraftLength = None,
-    policy: Annotated[str, typer.Option(help="How the draft length is chosen: fixed.")] = "fixed",
+    policy: PolicyName = "fixed",
+    bands: UseBands = False,
+    high: High = None,
+    low: Low = None,
+    siblings: Siblings = None,
+    verification: Verification = "token",
+    relaxed: UseRelaxed = False,
+    cost_model: CostModelFile = None,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile", help="Measure step times first; they go where --cost-model says."
+        ),
+    ] = False,
     temperature: Annotated[
         list[float], typer.Option(help="One run for each value; 0 is greedy.")
     ] = [0.0],  # noqa: B006 - typer reads it, nobody changes it
@@ -70,6 +91,14 @@ def bench(
         draft_length=draft_length,
         batch=batch,
         policy=policy,
+        bands=bands,
+        high=high,
+        low=low,
+        siblings=siblings,
+        verification=verification,
+        relaxed=relaxed,
+        cost_model=cost_model,
+        profile=profile,
         temperature=tuple(temperature),
         top_p=top_p,
         top_k=top_k,

@@ -9,6 +9,7 @@ import typer
 
 from dspark.commands.app import app
 from dspark.commands.options import (
+    CostModelFile,
     Device,
     Draft,
     DType,
@@ -53,8 +54,14 @@ def calibrate(
     sglang: Annotated[
         Path | None, typer.Option(help="Folder for SGLang's temperature file and cost table.")
     ] = None,
+    cost_model: CostModelFile = None,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Measure step times for SGLang's cost table.")
+        bool,
+        typer.Option(
+            "--profile",
+            help="Measure step times first, for thresholds of draft-length policies; they go "
+            "where --cost-model says.",
+        ),
     ] = False,
     as_json: PrintJson = False,
 ) -> None:
@@ -76,6 +83,7 @@ def calibrate(
         dtype=dtype,
         out=out,
         sglang=sglang,
+        cost_model=cost_model,
         profile=profile,
         quiet=as_json,
     )

@@ -31,7 +31,7 @@ def inspect(
     cost_table: Annotated[
         Path | None,
         typer.Option(
-            help="Measured step times: from `dspark calibrate --profile` or `bench --json`."
+            help="Measured step times: from `dspark bench --profile` or `bench --json`."
         ),
     ] = None,
     context: Annotated[

@@ -19,6 +19,39 @@ DraftLength = Annotated[
     int | None,
     typer.Option(help="Tokens proposed per round; without it, the drafter's block size."),
 ]
+PolicyName = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        help="Draft length: fixed, entropy, confidence, throughput, throughput-delayed, auto.",
+    ),
+]
+UseBands = Annotated[
+    bool,
+    typer.Option("--bands", help="Siblings where confidence is middling, a cut where it is low."),
+]
+High = Annotated[
+    float | None, typer.Option(help="Confidence of the high band, 0.9 (with --bands).")
+]
+Low = Annotated[
+    float | None, typer.Option(help="Confidence below which a block is cut, 0.3 (with --bands).")
+]
+Siblings = Annotated[
+    int | None, typer.Option(help="Siblings of a position in the mid band, 2 (with --bands).")
+]
+Verification = Annotated[
+    str, typer.Option(help="token, or block, which accepts a little more; both lossless.")
+]
+UseRelaxed = Annotated[
+    bool,
+    typer.Option("--relaxed", help="Lossy: also accept typical tokens where confidence is high."),
+]
+CostModelFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--cost-model", help="Step times; without it, cost_model.json in the drafter's folder."
+    ),
+]
 PromptCount = Annotated[int, typer.Option(help="At most this many prompts of each set.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
 TopP = Annotated[float, typer.Option(help="Nucleus; 1 keeps every token.")]

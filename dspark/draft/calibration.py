@@ -53,6 +53,26 @@ class Sampling(Protocol):
 
 
 @dataclass(frozen=True)
+class Stops:
+    """Where drafts stop at one sampling setting, fitted on a step-time curve; it is the machine's.
+
+    h_stop        nats, running mean of the entropy        (policy `entropy`)
+    s_stop        calibrated survival; None: no head       (policy `confidence`)
+    draft_length  best constant one                        (policy `fixed`)
+    best          the policy with most modelled tokens per second
+    tokens_per_s  of each policy, modelled, "plain" among them
+    measured_on   the processor or GPU of the step times
+    """
+
+    h_stop: float
+    s_stop: float | None
+    draft_length: int
+    best: str
+    tokens_per_s: Mapping[str, float]
+    measured_on: str | None
+
+
+@dataclass(frozen=True)
 class Fitted:
     """What corrects one sampling setting, and what it was worth on held-out rounds.
 
@@ -68,6 +88,7 @@ class Fitted:
     brier        [G] likewise
     average_ece_after_ci95  of the mean over slots, resampling prompts; None below two prompts
     rounds, prompts         how many were fitted on, and judged
+    stops        thresholds of draft-length policies; None: fitted without step times
     """
 
     temperature: float
@@ -85,6 +106,7 @@ class Fitted:
     average_ece_after_ci95: tuple[float, float] | None
     rounds: int
     prompts: int
+    stops: Stops | None = None
 
     def confidence(self, logits: Tensor) -> Tensor:
         """Raw logits [..., g] of the first g slots -> calibrated confidence, same shape, fp32."""

@@ -1,6 +1,7 @@
 """Reading `calibration.json`, every value checked: a wrong temperature would only cost speed.
 
-Version 2 is what `Calibration.to_dict` writes; version 1 had no fitted settings.
+Version 2 is what `Calibration.to_dict` writes; version 1 had no fitted settings. Entries of version
+2 that were written without `stops` have none.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from dspark.draft.calibration import SCHEMA_VERSION, Calibration, Fitted, describe
+from dspark.draft.calibration import SCHEMA_VERSION, Calibration, Fitted, Stops, describe
 
 METHODS = ("token",)
 """Verification rules whose acceptance an entry may describe."""
@@ -97,7 +98,30 @@ def _fitted(raw: Any, block_size: int) -> Fitted:
         average_ece_after_ci95=_interval(raw.get("average_ece_after_ci95")),
         rounds=_count(raw.get("rounds"), "rounds"),
         prompts=_count(raw.get("prompts"), "prompts"),
+        stops=None if raw.get("stops") is None else _stops(raw["stops"], block_size),
     )
+
+
+def _stops(raw: Any, block_size: int) -> Stops:
+    if not isinstance(raw, Mapping) or set(raw) != {field.name for field in fields(Stops)}:
+        names = ", ".join(field.name for field in fields(Stops))
+        raise ValueError(f"stops: an object with {names} was expected")
+    h_stop, s_stop, length = raw["h_stop"], raw["s_stop"], raw["draft_length"]
+    if not _is_number(h_stop) or not 0 <= h_stop < math.inf:
+        raise ValueError(f"stops: h_stop: {h_stop!r} given, nats of 0 or more were expected")
+    if s_stop is not None and not (_is_number(s_stop) and 0 <= s_stop <= 1):
+        raise ValueError(f"stops: s_stop: {s_stop!r} given, a probability or null was expected")
+    if type(length) is not int or not 1 <= length <= block_size:
+        raise ValueError(f"stops: draft_length: {length!r} given, 1..{block_size} was expected")
+    rates = raw["tokens_per_s"]
+    if not isinstance(rates, Mapping) or not all(map(_is_number, rates.values())):
+        raise ValueError("stops: tokens_per_s: an object of numbers was expected")
+    if raw["best"] not in rates:
+        raise ValueError(f"stops: best: {raw['best']!r} given, one of tokens_per_s was expected")
+    where = raw["measured_on"]
+    if where is not None and not isinstance(where, str):
+        raise ValueError(f"stops: measured_on: {where!r} given, a string or null was expected")
+    return Stops(float(h_stop), s_stop, length, raw["best"], dict(rates), where)
 
 
 def _temperatures(raw: Mapping[str, Any], block_size: int) -> tuple[float, ...]:

@@ -56,9 +56,34 @@ def collect_rounds(
 
     Raises ValueError for a drafter without a confidence head.
     """
+    numbers = range(len(prompts)) if numbers is None else numbers
+    by_prompt = collect_records(
+        target,
+        drafter,
+        prompts,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        numbers=numbers,
+        advance=advance,
+    )
+    return confidence_rounds(by_prompt, drafter.config.block_size, numbers)
+
+
+def collect_records(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    *,
+    sampling: SamplingParams,
+    max_new_tokens: int,
+    seed: int,
+    numbers: Sequence[int],
+    advance: Callable[[], None] = lambda: None,
+) -> list[list[RoundRecord]]:
+    """The records behind `collect_rounds`, by prompt; their confidence is the head's own."""
     if drafter.confidence_head is None:
         raise ValueError("the drafter has no confidence head")
-    numbers = range(len(prompts)) if numbers is None else numbers
     decoder = SpeculativeDecoder(target, drafter)
     by_prompt = []
     with raw_confidence(drafter):
@@ -72,7 +97,7 @@ def collect_rounds(
             )
             by_prompt.append(generation.rounds)
             advance()
-    return confidence_rounds(by_prompt, drafter.config.block_size, numbers)
+    return by_prompt
 
 
 def confidence_rounds(

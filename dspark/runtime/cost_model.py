@@ -191,7 +191,7 @@ def _batch(raw: Any) -> BatchCosts:
     costs = BatchCosts(
         raw["batch"],
         _seconds(raw.get("plain_s"), f"{where}: plain_s"),
-        _curve(raw.get("draft_s"), f"{where}: draft_s"),
+        _curve(raw.get("draft_s"), f"{where}: draft_s", least=0.0),
         _curve(raw.get("verify_s"), f"{where}: verify_s"),
         _seconds(raw.get("other_s"), f"{where}: other_s", least=0.0),
     )
@@ -200,10 +200,10 @@ def _batch(raw: Any) -> BatchCosts:
     return costs
 
 
-def _curve(raw: Any, key: str) -> dict[int, float]:
+def _curve(raw: Any, key: str, least: float | None = None) -> dict[int, float]:
     if not isinstance(raw, Mapping) or not raw or not all(k.isdecimal() and int(k) for k in raw):
         raise ValueError(f"{key}: an object of counts and seconds was expected")
-    return {int(count): _seconds(value, f"{key}[{count}]") for count, value in raw.items()}
+    return {int(count): _seconds(value, f"{key}[{count}]", least) for count, value in raw.items()}
 
 
 def _seconds(value: Any, key: str, least: float | None = None) -> float:

@@ -8,18 +8,20 @@ the topic of a prompt moves accepted length more than most changes to a drafter 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from dspark.draft.calibration import NOT_CALIBRATED, describe
 from dspark.draft.reliability import average, reliability, survival
 from dspark.files import atomic_write_json, prepare_folder
-from dspark.nano.grade import is_correct
 from dspark.runtime.confidence import confidence_rounds
-from dspark.runtime.records import Generation, RoundRecord
+from dspark.runtime.records import RoundRecord
 from dspark.runtime.sampling import SamplingParams
-from dspark_eval import metrics
+from dspark_eval import metrics, outcomes
+from dspark_eval.costs import Costs, find_costs
 from dspark_eval.document import SCHEMA_VERSION, run_document
+from dspark_eval.drafting import Drafted
+from dspark_eval.grading import exact_answers
 from dspark_eval.lengths import long_contexts, require_proposals
 from dspark_eval.pair import Pair, load_pair
 from dspark_eval.report import print_eval, progress
@@ -60,21 +62,27 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
 def eval_pair(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> dict[str, Any]:
     """The JSON document for a pair that is loaded already: the setting, then each set by name."""
     sampling = options.sampling()
+    costs = _costs(pair, options)
+    cost = None if costs is None else costs.model
+    drafted = Drafted.of(options, pair.drafter, sampling, cost)
     results = {}
     for suite in suites:
         with progress(f"eval {suite.name}", len(suite.rows), options.quiet) as advance:
-            results[suite.name] = _eval_suite(pair, suite, options, advance)
+            results[suite.name] = _eval_suite(pair, suite, drafted, options, advance)
     few = [f"{s.name}: {w}" for s in suites for w in metrics.sample_size_warnings(len(s.rows))]
     return {
         "schema_version": SCHEMA_VERSION,
         "target": pair.target.name,
         "drafter": pair.drafter_name,
         "temperature": sampling.temperature,
-        "draft_length": pair.draft_length,
+        "draft_length": drafted.length(pair.drafter.config.block_size),
+        "policy": drafted.policy.name,
+        "verification": drafted.method,
         "seed": options.seed,
         "suites": results,
         "warnings": [
             *pair.warnings,
+            *(costs.warnings if costs is not None else ()),
             *_confidence_warnings(pair, sampling),
             *_sense_warnings(suites, results),
             *(note for s in suites for note in s.notes),
@@ -82,6 +90,13 @@ def eval_pair(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> dict
             *few,
         ],
     }
+
+
+def _costs(pair: Pair, options: EvalOptions) -> Costs | None:
+    """The step times that the policy reads; None for one that reads none."""
+    if not options.reads_costs:
+        return None
+    return find_costs(pair, (), draft=options.draft, cost_model=options.cost_model, profile=False)
 
 
 def _confidence_warnings(pair: Pair, sampling: SamplingParams) -> list[str]:
@@ -105,11 +120,16 @@ def _sense_warnings(suites: Sequence[Suite], results: Mapping[str, Any]) -> Iter
 
 
 def _eval_suite(
-    pair: Pair, suite: Suite, options: EvalOptions, advance: Callable[[], None]
+    pair: Pair,
+    suite: Suite,
+    drafted: Drafted,
+    options: EvalOptions,
+    advance: Callable[[], None],
 ) -> dict[str, Any]:
     """The keys of a bench run, what concerns plain decoding null, and the keys of an evaluation."""
     prompts = pair.prompt_ids(suite)
-    decode = pair.speculative_after(prompts, options.sampling(), options.max_new_tokens)
+    sampling, most = options.sampling(), options.max_new_tokens
+    decode = pair.speculative_after(prompts, sampling, most, drafted)
     timings = [PromptTimings(len(prompt)) for prompt in prompts]
     for index, (prompt, entry) in enumerate(zip(prompts, timings, strict=True)):
         answer = decode(prompt, options.seed + index)
@@ -119,14 +139,22 @@ def _eval_suite(
     require_proposals(timings, pair.drafter_name)
     answers = [entry.speculative[0] for entry in timings]
     by_prompt = [answer.rounds for answer in answers]
+    exact = exact_answers(pair, suite, answers)
+    lossless = None
+    if drafted.relaxed is not None:
+        decode = pair.speculative_after(prompts, sampling, most, replace(drafted, relaxed=None))
+        strict = [decode(prompt, options.seed + index) for index, prompt in enumerate(prompts)]
+        lossless = exact_answers(pair, suite, strict)
     buckets = metrics.context_buckets([entry.prompt_length for entry in timings], by_prompt)
     return {
         **run_document(
             pair,
-            options.sampling(),
-            max_new_tokens=options.max_new_tokens,
+            drafted,
+            sampling,
+            max_new_tokens=most,
             summary=summarize(timings, seed=options.seed),
             greedy_mismatches=None,
+            relaxed=outcomes.relaxation(metrics.pool(by_prompt), exact, lossless),
         ),
         "n_rounds": sum(map(len, by_prompt)),
         "prompts_available": suite.available,
@@ -138,8 +166,8 @@ def _eval_suite(
         "context_buckets": [asdict(bucket) for bucket in buckets],
         "warnings": long_contexts(pair, timings),
         "finished_share": sum(answer.finish == "end" for answer in answers) / len(answers),
-        "exact_answers": exact_answers(pair, suite, answers),
-        "confidence": confidence_report(pair, options.sampling(), by_prompt),
+        "exact_answers": exact,
+        "confidence": confidence_report(pair, sampling, by_prompt),
     }
 
 
@@ -164,18 +192,3 @@ def confidence_report(
         "average_ece_floor": average(found.ece_floor),
         **asdict(found),
     }
-
-
-def exact_answers(pair: Pair, suite: Suite, answers: Sequence[Generation]) -> float | None:
-    """Share of right final answers among rows that carry one; None if no row does."""
-    graded = [
-        is_correct(pair.chat.decode(_text_ids(answer)), str(row.metadata["answer"]))
-        for row, answer in zip(suite.rows, answers, strict=True)
-        if "answer" in row.metadata
-    ]
-    return sum(graded) / len(graded) if graded else None
-
-
-def _text_ids(answer: Generation) -> list[int]:
-    """The answer without its end token, which is no part of the text."""
-    return answer.tokens[:-1] if answer.finish == "end" else answer.tokens

@@ -21,8 +21,11 @@ from dspark.files import atomic_write_json, prepare_folder
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.target import Target
-from dspark_eval import metrics
+from dspark_eval import metrics, outcomes, step_times
+from dspark_eval.costs import Costs, find_costs
 from dspark_eval.document import run_document
+from dspark_eval.drafting import Drafted
+from dspark_eval.grading import confidence_warnings, exact_answers
 from dspark_eval.lengths import long_contexts, require_proposals
 from dspark_eval.mismatches import find_mismatches
 from dspark_eval.pair import Pair, load_pair
@@ -70,13 +73,29 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
 def bench_pair(pair: Pair, suite: Suite, options: BenchOptions) -> dict[str, Any]:
     """The JSON document for a pair that is loaded already."""
     prompts = pair.prompt_ids(suite)
+    costs = _costs(pair, prompts, options)
     peer = _make_peer(pair.target) if options.peer else None
     runs = [
         # the peer decodes greedily whatever the setting: once is enough
-        _run_setting(pair, suite, prompts, options, sampling, peer if index == 0 else None)
+        _run_setting(pair, suite, prompts, options, sampling, costs, peer if index == 0 else None)
         for index, sampling in enumerate(options.sampling())
     ]
     return {**runs[0], "runs": runs} if len(runs) > 1 else runs[0]
+
+
+def _costs(pair: Pair, prompts: Sequence[list[int]], options: BenchOptions) -> Costs | None:
+    """Step times, if they are to be measured or the policy reads them."""
+    if not options.profile and not options.reads_costs:
+        return None
+    return find_costs(
+        pair,
+        prompts,
+        draft=options.draft,
+        cost_model=options.cost_model,
+        profile=options.profile,
+        batches=step_times.BATCHES,
+        quiet=options.quiet,
+    )
 
 
 def _one_suite(options: BenchOptions) -> Suite:
@@ -99,26 +118,34 @@ def _run_setting(
     prompts: Sequence[list[int]],
     options: BenchOptions,
     sampling: SamplingParams,
+    costs: Costs | None,
     peer: TransformersPeer | None,
 ) -> dict[str, Any]:
     """Warm up, measure and summarise one sampling setting."""
-    timings = _measure_setting(pair, prompts, options, sampling, peer)
+    cost = None if costs is None else costs.model
+    drafted = Drafted.of(options, pair.drafter, sampling, cost)
+    timings = _measure_setting(pair, prompts, options, sampling, drafted, peer)
     require_proposals(timings, pair.drafter_name)
     mismatches = find_mismatches(pair.target, prompts, timings) if sampling.greedy else None
     few = metrics.sample_size_warnings(len(prompts))
+    doubts = () if costs is None else costs.warnings
     return {
         **run_document(
             pair,
+            drafted,
             sampling,
             max_new_tokens=options.max_new_tokens,
             summary=summarize(timings, seed=options.seed),
             greedy_mismatches=None if mismatches is None else len(mismatches),
+            relaxed=_relaxation(pair, suite, timings),
         ),
         "extra": {
             "prompts": suite.name,
             "prompts_available": suite.available,
             "prompts_sha256": hash_tokens(prompts),
-            "draft_length": pair.draft_length,
+            "draft_length": drafted.length(pair.drafter.config.block_size),
+            "cost_model": None if costs is None else str(costs.path),
+            "profile": costs.model.to_dict() if costs is not None and options.profile else None,
             "block_size": pair.drafter.config.block_size,
             "seed": options.seed,
             "repeats": options.repeats,
@@ -126,9 +153,27 @@ def _run_setting(
             **details(timings, seed=options.seed),
             "mismatches": None if mismatches is None else [asdict(m) for m in mismatches],
             "peer": None if peer is None else summarize_peer(timings, peer, seed=options.seed),
-            "warnings": [*suite.notes, *pair.warnings, *long_contexts(pair, timings), *few],
+            "warnings": [
+                *suite.notes,
+                *pair.warnings,
+                *doubts,
+                *confidence_warnings(pair, drafted, sampling),
+                *long_contexts(pair, timings),
+                *few,
+            ],
         },
     }
+
+
+def _relaxation(
+    pair: Pair, suite: Suite, timings: Sequence[PromptTimings]
+) -> dict[str, Any] | None:
+    """Right answers of the first repeat, plain beside relaxed."""
+    exact, lossless = (
+        exact_answers(pair, suite, [getattr(entry, way)[0] for entry in timings])
+        for way in ("speculative", "plain")
+    )
+    return outcomes.relaxation(metrics.pool(t.rounds for t in timings), exact, lossless)
 
 
 def _measure_setting(
@@ -136,10 +181,11 @@ def _measure_setting(
     prompts: Sequence[list[int]],
     options: BenchOptions,
     sampling: SamplingParams,
+    drafted: Drafted,
     peer: TransformersPeer | None,
 ) -> list[PromptTimings]:
     plain = pair.plain(sampling, options.max_new_tokens)
-    speculative = pair.speculative(sampling, options.max_new_tokens)
+    speculative = pair.speculative(sampling, options.max_new_tokens, drafted)
     for index in range(options.warmup):
         prompt = prompts[-1 - index % len(prompts)]
         plain(prompt, options.seed)

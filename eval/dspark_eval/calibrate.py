@@ -3,6 +3,7 @@
     prompts it was not trained on -> rounds with whole blocks -> temperatures and curves
         DRAFT/calibration.json                        what decoding uses from then on
         OUT/reliability.json, reliability-t*.png      predicted against observed survival, by slot
+    with step times (--profile, --cost-model)         thresholds of draft-length policies too
         SGLANG/sts-t*.json, sps.json                  the same for SGLang: temperatures, cost table
 
 Figures after the fit are of prompts that it has not seen: halves of the prompts judge each other.
@@ -11,25 +12,35 @@ Figures after the fit are of prompts that it has not seen: halves of the prompts
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dspark.draft.calibration import CALIBRATION_FILE, Calibration, Fitted, measured
+import torch
+
+from dspark.draft.calibration import CALIBRATION_FILE, Calibration, Fitted, Stops, measured
 from dspark.draft.reliability import BINS, ConfidenceRounds, Floats, average, bin_sums, survival
 from dspark.draft.scaling import fit_setting
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, prepare_folder
-from dspark.runtime.confidence import collect_rounds
+from dspark.runtime.confidence import collect_records, confidence_rounds
+from dspark.runtime.cost_model import CostModel
+from dspark.runtime.policies.fitting import fit_stops
+from dspark.runtime.policies.replay import whole_blocks
+from dspark.runtime.records import RoundRecord
 from dspark.runtime.sampling import SamplingParams
+from dspark_eval.costs import Costs, find_costs
 from dspark_eval.pair import Pair, load_pair
 from dspark_eval.report import print_calibration, progress
 from dspark_eval.settings import CalibrateOptions
 from dspark_eval.sglang_files import setting_name, sps_table, sts_table
-from dspark_eval.step_times import round_costs
 from dspark_eval.suites import load_suites
 
 RELIABILITY_FILE = "reliability.json"
 SCHEMA_VERSION = 1
+NO_STOPS = (
+    "no thresholds were fitted for draft-length policies, which takes step times: give --profile"
+)
 
 
 def run_calibrate(options: CalibrateOptions) -> dict[str, Any]:
@@ -52,10 +63,21 @@ def run_calibrate(options: CalibrateOptions) -> dict[str, Any]:
     if len(prompts) < 2:
         raise UserError(f"--suite: {len(prompts)} prompt; at least 2 are needed, half are held out")
     dataset = ", ".join(suite.name for suite in suites)
+    costs = find_costs(
+        pair,
+        prompts,
+        draft=options.draft,
+        cost_model=options.cost_model,
+        profile=options.profile,
+        quiet=options.quiet,
+    )
     fitted, reports = [], []
     for sampling in options.sampling():
-        rounds = _collect(pair, prompts, sampling, options)
+        records = _collect(pair, prompts, sampling, options)
+        rounds = confidence_rounds(records, pair.drafter.config.block_size)
         entry, scores = _fit(rounds, sampling, options)
+        if costs is not None:
+            entry = replace(entry, stops=stops_for(entry, records, costs.model))
         fitted.append(entry)
         reports.append(_report(rounds, entry, scores))
     document = {
@@ -66,9 +88,12 @@ def run_calibrate(options: CalibrateOptions) -> dict[str, Any]:
         "seed": options.seed,
         "bins": BINS,
         "settings": reports,
-        "warnings": [*pair.warnings, *(note for suite in suites for note in suite.notes)],
+        "warnings": [
+            *pair.warnings,
+            *(costs.warnings if costs is not None else [NO_STOPS]),
+            *(note for suite in suites for note in suite.notes),
+        ],
     }
-    costs = round_costs(pair, prompts, options) if options.profile else None
     _write(pair, fitted, document, costs, options)
     if not options.quiet:
         print_calibration(document, str(Path(options.draft) / CALIBRATION_FILE))
@@ -80,18 +105,36 @@ def _collect(
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams,
     options: CalibrateOptions,
-) -> ConfidenceRounds:
+) -> list[list[RoundRecord]]:
     title = f"rounds at temperature {sampling.temperature:g}"
     with progress(title, len(prompts), options.quiet) as advance:
-        return collect_rounds(
+        return collect_records(
             pair.target,
             pair.drafter,
             prompts,
             sampling=sampling,
             max_new_tokens=options.max_new_tokens,
             seed=options.seed,
+            numbers=range(len(prompts)),
             advance=advance,
         )
+
+
+def stops_for(
+    entry: Fitted, by_prompt: Sequence[Sequence[RoundRecord]], cost: CostModel
+) -> Stops | None:
+    """Thresholds on the confidence as the new entry will report it; None: no whole block.
+
+    The records hold the head's own confidence, so it is calibrated here first.
+    """
+    slots = len(entry.temperatures)
+    try:
+        blocks = whole_blocks(by_prompt, slots)
+    except ValueError:
+        return None
+    assert blocks.confidence is not None  # `collect_records` asks for a head
+    raw = torch.logit(blocks.confidence.double().clamp(1e-7, 1 - 2.0**-24)).float()
+    return fit_stops(replace(blocks, confidence=entry.confidence(raw)), cost)
 
 
 def _fit(
@@ -135,7 +178,7 @@ def _write(
     pair: Pair,
     fitted: Sequence[Fitted],
     document: dict[str, Any],
-    costs: dict[int, float] | None,
+    costs: Costs | None,
     options: CalibrateOptions,
 ) -> None:
     """All files; `calibration.json` first, since it is what was asked for."""
@@ -156,6 +199,6 @@ def _write(
                 table = sts_table(entry, document["dataset"])
                 atomic_write_json(folder / f"sts-{setting_name(report)}.json", table)
             if costs is not None:
-                atomic_write_json(folder / "sps.json", sps_table(costs))
+                atomic_write_json(folder / "sps.json", sps_table(costs.model.step_times()))
     except OSError as error:
         raise UserError(f"{folder}: cannot be written ({error.strerror})") from error

@@ -21,7 +21,6 @@ import copy
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 from typing import Any, cast
 
@@ -30,12 +29,12 @@ import torch
 from dspark.distill.chat import ChatFormat
 from dspark.distill.messages import Message
 from dspark.nano.generate import row as nano_row
-from dspark.runtime.decode import SpeculativeDecoder
 from dspark.runtime.prefill import PREFILL_CHUNK
 from dspark.runtime.proposal import Drafter
 from dspark.runtime.records import Generation
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.target import Target
+from dspark_eval.drafting import Drafted
 
 CHAT, PADDED = "chat", "padded"
 LENGTHS = (512, 2048, 8192, 16384)
@@ -107,27 +106,21 @@ def speculative_after(
     *,
     max_new_tokens: int,
     sampling: SamplingParams,
-    draft_length: int,
+    drafted: Drafted,
 ) -> Callable[[list[int], int], Generation]:
     """Draft and verify for these prompts and no others: (prompt, seed) to an answer."""
     shared = shared_length(prompts)
-    generate: Callable[..., Generation]
     if shared < SHORTEST_SHARED:
-        shared, decoder = 0, SpeculativeDecoder(target, drafter)
-    else:
-        room = max(map(len, prompts)) + max_new_tokens
-        cache, context = _read(target, drafter, prompts[0][:shared], room)
-        decoder = SpeculativeDecoder(
-            cast(Target, _Filled(target, "new_cache", cache)),
-            cast(Drafter, _Filled(drafter, "new_context", context)),
-        )
-    generate = partial(
-        decoder.generate,
-        max_new_tokens=max_new_tokens,
-        sampling=sampling,
-        draft_length=draft_length,
+        return drafted.decode(target, drafter, sampling, max_new_tokens)
+    room = max(map(len, prompts)) + max_new_tokens
+    cache, context = _read(target, drafter, prompts[0][:shared], room)
+    generate = drafted.decode(
+        cast(Target, _Filled(target, "new_cache", cache)),
+        cast(Drafter, _Filled(drafter, "new_context", context)),
+        sampling,
+        max_new_tokens,
     )
-    return lambda prompt, seed: generate(prompt[shared:], seed=seed)
+    return lambda prompt, seed: generate(prompt[shared:], seed)
 
 
 @torch.inference_mode()

@@ -61,6 +61,16 @@ def acceptance_rate_with_bonus(rounds: Rounds) -> float | None:
     return _ratio(sum(r.emitted for r in rounds), sum(r.verified + 1 for r in rounds))
 
 
+def sibling_rate(rounds: Rounds) -> float | None:
+    """Rounds that an accepted sibling ended, over all rounds. `acceptance_rate` counts none."""
+    return _ratio(sum(r.sibling for r in rounds), len(rounds))
+
+
+def rows_per_round(rounds: Rounds) -> float | None:
+    """Rows of a verify pass: anchor, primaries, siblings, and padding where there was any."""
+    return _ratio(sum(r.target_rows for r in rounds), len(rounds))
+
+
 def draft_length_mean(rounds: Rounds) -> float | None:
     """sum k / R, draft tokens put before the target per round."""
     return _ratio(sum(r.verified for r in rounds), len(rounds))
@@ -227,7 +237,8 @@ def check_generation(generation: Generation) -> None:
     overstated acceptance starts (tokens after an end token, matches after a rejection).
     """
     for index, r in enumerate(generation.rounds):
-        if not (0 <= r.accepted <= r.verified <= r.drafted and 0 <= r.emitted - r.accepted <= 1):
+        own = r.emitted - r.accepted  # of the target, and the sibling before it
+        if not (0 <= r.accepted <= r.verified <= r.drafted and 0 <= own <= 1 + r.sibling):
             raise ValueError(
                 f"round {index}: drafted {r.drafted}, verified {r.verified}, accepted "
                 f"{r.accepted}, emitted {r.emitted} cannot all be true"

@@ -15,13 +15,17 @@ import torch
 from dspark.runtime.target import Target
 from dspark_eval.speed import PromptTimings
 
+NEAR_TIE_STEPS = 16
+"""Rounding steps of the largest logit: a few layers of accumulated rounding stay within."""
+
 
 @dataclass(frozen=True)
 class Mismatch:
     """First difference in one prompt's answers.
 
     position: index in the answer. top2_gap: logit of the best token minus that of the second best
-    there, from one pass over everything before it. A token is None where its answer had ended.
+    there, from one pass over everything before it. near_tie: that gap is within what rounding in
+    the target's dtype explains. A token is None where its answer had ended.
     """
 
     prompt: int
@@ -29,6 +33,7 @@ class Mismatch:
     plain_token: int | None
     speculative_token: int | None
     top2_gap: float
+    near_tie: bool
 
 
 def first_divergence(plain: Sequence[int], speculative: Sequence[int]) -> int | None:
@@ -50,13 +55,15 @@ def find_mismatches(
             position = first_divergence(plain.tokens, fast.tokens)
             if position is None:
                 continue
+            gap, largest = top2_gap(target, [*prompt, *plain.tokens[:position]])
             found.append(
                 Mismatch(
                     prompt=index,
                     position=position,
                     plain_token=_at(plain.tokens, position),
                     speculative_token=_at(fast.tokens, position),
-                    top2_gap=top2_gap(target, [*prompt, *plain.tokens[:position]]),
+                    top2_gap=gap,
+                    near_tie=gap <= NEAR_TIE_STEPS * torch.finfo(target.dtype).eps * largest,
                 )
             )
             break
@@ -64,13 +71,14 @@ def find_mismatches(
 
 
 @torch.inference_mode()
-def top2_gap(target: Target, tokens: Sequence[int]) -> float:
-    """Largest minus second largest next-token logit after `tokens`."""
+def top2_gap(target: Target, tokens: Sequence[int]) -> tuple[float, float]:
+    """Largest minus second largest next-token logit after `tokens`, and the largest in size."""
     row = torch.tensor([list(tokens)], device=target.device)
     cache = target.new_cache(1, row.shape[1])
     output = target.forward(row, cache, commit=True)
-    best = target.logits(output.hidden[:, -1]).float().topk(2, dim=-1).values[0]
-    return float(best[0] - best[1])
+    logits = target.logits(output.hidden[:, -1]).float()[0]
+    best = logits.topk(2).values
+    return float(best[0] - best[1]), float(logits.abs().max())
 
 
 def _at(tokens: Sequence[int], position: int) -> int | None:

@@ -16,11 +16,12 @@ from dspark.draft.checkpoint import load_drafter, read_config
 from dspark.draft.golden_check import golden_warnings
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
-from dspark.runtime.decode import SpeculativeDecoder
 from dspark.runtime.loading import load_target
 from dspark.runtime.plain import plain_generate
+from dspark.runtime.policies import Fixed
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.target import Target
+from dspark_eval.drafting import Drafted
 from dspark_eval.long_context import prompts_in_context, speculative_after
 from dspark_eval.settings import BenchOptions, CalibrateOptions, EvalOptions
 from dspark_eval.speed import Decode
@@ -59,7 +60,11 @@ class Pair:
         return lambda prompt, seed: generate(prompt, seed=seed)
 
     def speculative_after(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, max_new_tokens: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        max_new_tokens: int,
+        drafted: Drafted | None = None,
     ) -> Decode:
         """`speculative` for these prompts alone: a long beginning that all share is read once."""
         return speculative_after(
@@ -68,18 +73,20 @@ class Pair:
             prompts,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
-            draft_length=self.draft_length,
+            drafted=drafted or self.constant,
         )
 
-    def speculative(self, sampling: SamplingParams, max_new_tokens: int) -> Decode:
-        """Draft and verify, with the draft length of this pair."""
-        generate = partial(
-            SpeculativeDecoder(self.target, self.drafter).generate,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            draft_length=self.draft_length,
-        )
-        return lambda prompt, seed: generate(prompt, seed=seed)
+    def speculative(
+        self, sampling: SamplingParams, max_new_tokens: int, drafted: Drafted | None = None
+    ) -> Decode:
+        """Draft and verify as `drafted` says; None: with the draft length of this pair."""
+        drafted = drafted or self.constant
+        return drafted.decode(self.target, self.drafter, sampling, max_new_tokens)
+
+    @property
+    def constant(self) -> Drafted:
+        """The draft length of this pair in every round, token by token."""
+        return Drafted(Fixed(self.draft_length))
 
 
 def load_pair(options: BenchOptions | EvalOptions | CalibrateOptions) -> Pair:

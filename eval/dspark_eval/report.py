@@ -17,8 +17,17 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from dspark_eval.cells import NOT_MEASURED, interval, number, percent, rate
+from dspark_eval.report_notes import (
+    cost_lines,
+    mismatch_lines,
+    outcome_lines,
+    policy_words,
+    relaxed_label,
+    relaxed_line,
+)
+
 MINIMUM_WIDTH = 128  # pipes and CI logs report 80 columns or none; a wrapped table is unreadable
-NOT_MEASURED = "-"
 
 Run = dict[str, Any]
 
@@ -55,7 +64,7 @@ def print_bench(runs: Sequence[Run], console: Console | None = None) -> None:
         _add_run(table, run)
     peer = first["extra"]["peer"]
     if peer is not None:
-        table.add_row(peer["name"].replace(" (", "\n("), _rate(peer["tokens_per_s"]), *[""] * 5)
+        table.add_row(peer["name"].replace(" (", "\n("), rate(peer["tokens_per_s"]), *[""] * 5)
     console.print(table)
     for line in _bench_notes(runs):
         console.print(line, highlight=False, soft_wrap=True)
@@ -63,14 +72,14 @@ def print_bench(runs: Sequence[Run], console: Console | None = None) -> None:
 
 def _add_run(table: Table, run: Run) -> None:
     setting = f"temperature {run['temperature']:g}"
-    table.add_row(f"plain, {setting}", _rate(run["plain_tokens_per_s"]), *[""] * 5)
-    times = " + ".join(_number(run[key], 2) for key in ("draft_ms", "verify_ms", "other_ms"))
+    table.add_row(f"plain, {setting}", rate(run["plain_tokens_per_s"]), *[""] * 5)
+    times = " + ".join(number(run[key], 2) for key in ("draft_ms", "verify_ms", "other_ms"))
     table.add_row(
-        f"speculative, {setting}",
-        _rate(run["speculative_tokens_per_s"]),
-        f"{_number(run['speedup'], 2)}x {_interval(run['speedup_ci95'])}",
-        f"{_number(run['accepted_length'], 2)} {_interval(run['accepted_length_ci95'])}",
-        _percent(run["acceptance_rate"]),
+        f"speculative, {setting}{relaxed_label(run)}",
+        rate(run["speculative_tokens_per_s"]),
+        f"{number(run['speedup'], 2)}x {interval(run['speedup_ci95'])}",
+        f"{number(run['accepted_length'], 2)} {interval(run['accepted_length_ci95'])}",
+        percent(run["acceptance_rate"]),
         times,
         _same_text(run),
         style="bold",
@@ -80,8 +89,8 @@ def _add_run(table: Table, run: Run) -> None:
 
 def _bench_title(run: Run) -> str:
     return (
-        f"{run['drafter']} drafts for {run['target']}: batch {run['batch']}, draft length "
-        f"{run['extra']['draft_length']}, {run['n_prompts']} prompts of {run['extra']['prompts']}, "
+        f"{run['drafter']} drafts for {run['target']}: batch {run['batch']}, {policy_words(run)}, "
+        f"{run['n_prompts']} prompts of {run['extra']['prompts']}, "
         f"at most {run['max_new_tokens']} new tokens"
     )
 
@@ -96,15 +105,19 @@ def _bench_notes(runs: Sequence[Run]) -> Iterator[str]:
         extra = run["extra"]
         yield (
             f"temperature {run['temperature']:g}: speculation pays above an accepted length of "
-            f"{_number(extra['break_even_accepted_length'], 2)}; "
-            f"{_percent(extra['loop_share'])} of the answers loop, accepted length without them "
-            f"{_number(extra['accepted_length_without_loops'], 2)}"
+            f"{number(run['break_even'], 2)}; "
+            f"{percent(extra['loop_share'])} of the answers loop, accepted length without them "
+            f"{number(extra['accepted_length_without_loops'], 2)}"
         )
+        name = f"temperature {run['temperature']:g}"
+        for lines in (outcome_lines, relaxed_line, mismatch_lines):
+            yield from lines(run, name)
+    yield from cost_lines(first["extra"])
     peer = first["extra"]["peer"]
     if peer is not None:
         yield (
-            f"Plain decoding runs at {_number(peer['plain_over_peer'], 2)}x "
-            f"{_interval(peer['plain_over_peer_ci95'])} of transformers' generate "
+            f"Plain decoding runs at {number(peer['plain_over_peer'], 2)}x "
+            f"{interval(peer['plain_over_peer_ci95'])} of transformers' generate "
             f"({peer['n_prompts']} prompts, greedy)."
         )
     backends = ", ".join(f"{op} {name}" for op, name in first["backends"].items())
@@ -121,7 +134,7 @@ def print_eval(document: dict[str, Any], console: Console | None = None) -> None
     console = console or _console()
     title = (
         f"{document['drafter']} drafts for {document['target']}: temperature "
-        f"{document['temperature']:g}, draft length {document['draft_length']}"
+        f"{document['temperature']:g}, {policy_words(next(iter(document['suites'].values())))}"
     )
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("prompt set")
@@ -137,31 +150,33 @@ def print_eval(document: dict[str, Any], console: Console | None = None) -> None
         table.add_column(name, justify="right", no_wrap=True)
     for name, suite in document["suites"].items():
         table.add_row(
-            name,
+            name + relaxed_label(suite),
             str(suite["n_prompts"]),
-            f"{_number(suite['accepted_length'], 2)} {_interval(suite['accepted_length_ci95'])}",
-            _number(suite["accepted_length_without_loops"], 2),
-            _percent(suite["acceptance_rate"]),
-            _percent(suite["acceptance_rate_with_bonus"]),
-            _percent(suite["loop_share"]),
-            _percent(suite["exact_answers"]),
+            f"{number(suite['accepted_length'], 2)} {interval(suite['accepted_length_ci95'])}",
+            number(suite["accepted_length_without_loops"], 2),
+            percent(suite["acceptance_rate"]),
+            percent(suite["acceptance_rate_with_bonus"]),
+            percent(suite["loop_share"]),
+            percent(suite["exact_answers"]),
         )
     console.print(table)
     for name, suite in document["suites"].items():
-        chances = " ".join(_number(value, 2) for value in suite["conditional_acceptance"])
+        chances = " ".join(number(value, 2) for value in suite["conditional_acceptance"])
         console.print(f"{name}: conditional acceptance by position {chances}", highlight=False)
         if suite["confidence"] is not None:
             console.print(f"{name}: {_confidence_line(suite['confidence'])}", highlight=False)
+        for line in (*outcome_lines(suite, name), *relaxed_line(suite, name)):
+            console.print(line, highlight=False, soft_wrap=True)
     for warning in document["warnings"]:
         console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
 
 
 def _confidence_line(found: dict[str, Any]) -> str:
-    errors = " ".join(_number(None if e is None else 100 * e, 1) for e in found["ece"])
+    errors = " ".join(number(None if e is None else 100 * e, 1) for e in found["ece"])
     return (
         f"calibration error of the predicted survival by position {errors} %, "
-        f"average {_percent(found['average_ece'])} "
-        f"(a perfect forecast: {_percent(found['average_ece_floor'])})"
+        f"average {percent(found['average_ece'])} "
+        f"(a perfect forecast: {percent(found['average_ece_floor'])})"
     )
 
 
@@ -184,9 +199,9 @@ def print_calibration(document: dict[str, Any], path: str, console: Console | No
         console.print(
             f"temperature {report['temperature']:g}: {report['rounds']} rounds of "
             f"{report['prompts']} prompts; average after "
-            f"{_percent(report['average_ece_after'])} "
+            f"{percent(report['average_ece_after'])} "
             f"{_percent_interval(report['average_ece_after_ci95'])}; AUC by slot "
-            f"{' '.join(_number(value, 2) for value in report['auc'])}",
+            f"{' '.join(number(value, 2) for value in report['auc'])}",
             highlight=False,
             soft_wrap=True,
         )
@@ -222,22 +237,6 @@ def _percent_interval(bounds: Sequence[float] | None) -> str:
 def _console() -> Console:
     console = Console()
     return console if console.width >= MINIMUM_WIDTH else Console(width=MINIMUM_WIDTH)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return NOT_MEASURED if value is None else f"{value:.{digits}f}"
-
-
-def _rate(value: float | None) -> str:
-    return _number(value, 1)
-
-
-def _percent(value: float | None) -> str:
-    return NOT_MEASURED if value is None else f"{100 * value:.1f} %"
-
-
-def _interval(bounds: Sequence[float] | None) -> str:
-    return "" if bounds is None else f"[{bounds[0]:.2f}, {bounds[1]:.2f}]"
 
 
 def _same_text(run: Run) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from dspark.devices import check_device_name
 from dspark.errors import UserError
 from dspark.runtime.sampling import SamplingParams
+from dspark_eval.drafting import Drafting
 
 DTYPES = ("float32", "bfloat16", "float16")
 PICTURES = (".png", ".svg", ".pdf")
@@ -65,6 +66,8 @@ def _check_shared(options: BenchOptions | EvalOptions | CalibrateOptions) -> Non
         f"--dtype: expected one of {', '.join(DTYPES)}; got {options.dtype!r}",
     )
     check_device_name(options.device, "--device")
+    if isinstance(options, Drafting):
+        options.check()
 
 
 def _check_temperatures(values: tuple[float, ...]) -> None:
@@ -76,11 +79,12 @@ def _check_temperatures(values: tuple[float, ...]) -> None:
 
 
 @dataclass(frozen=True)
-class BenchOptions:
+class BenchOptions(Drafting):
     """One call of `dspark bench`.
 
     draft: folder of the drafter. target: "nano" or a checkpoint folder. prompts: a suite name or a
     JSONL file. temperature: one run for each value. draft_length: None = the drafter's block size.
+    profile: measure step times first, write them to `cost_model` and use them.
     repeats: times each prompt is measured. warmup: prompts decoded before the clock counts.
     peer: also measure transformers' `generate` on a `kimi_linear` model of equal shape.
     """
@@ -90,9 +94,7 @@ class BenchOptions:
     prompts: str | Path = "nano-problems"
     n_prompts: int = 60
     max_new_tokens: int = 256
-    draft_length: int | None = None
     batch: int = 1
-    policy: str = "fixed"
     temperature: tuple[float, ...] = (0.0,)
     top_p: float = 1.0
     top_k: int = 0
@@ -103,6 +105,7 @@ class BenchOptions:
     device: str = "cpu"
     dtype: str = "float32"
     peer: bool = False
+    profile: bool = False
     json: Path | None = None
     plot: Path | None = None
     quiet: bool = False
@@ -110,20 +113,22 @@ class BenchOptions:
     def __post_init__(self) -> None:
         _check_shared(self)
         _require(self.batch == 1, f"--batch: expected 1, the batch size measured; got {self.batch}")
-        _require(
-            self.policy == "fixed",
-            f"--policy: expected 'fixed', a constant draft length; got {self.policy!r}",
-        )
         _require(self.warmup >= 1, f"--warmup: expected 1 or more; got {self.warmup}")
         _require(self.repeats >= 1, f"--repeats: expected 1 or more; got {self.repeats}")
         _check_temperatures(self.temperature)
         self.sampling()
         _check_file("--json", self.json)
+        if self.profile:
+            _check_file("--cost-model", self.cost_model)
         _check_file("--plot", self.plot)
         _require(
             self.plot is None or self.plot.suffix.lower() in PICTURES,
             f"--plot {self.plot}: expected a name that ends in {', '.join(PICTURES)}",
         )
+
+    @property
+    def writes_costs(self) -> bool:
+        return self.profile
 
     def sampling(self) -> tuple[SamplingParams, ...]:
         """The sampling parameters of each run, in the order asked for."""
@@ -134,7 +139,7 @@ class BenchOptions:
 
 
 @dataclass(frozen=True)
-class EvalOptions:
+class EvalOptions(Drafting):
     """One call of `dspark eval`.
 
     suites: suite names or JSONL files, each reported on its own. n_prompts: at most this many of
@@ -146,7 +151,6 @@ class EvalOptions:
     suites: tuple[str, ...] = ("nano",)
     n_prompts: int = 100
     max_new_tokens: int = 256
-    draft_length: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -175,8 +179,9 @@ class CalibrateOptions:
 
     suites: suite names or JSONL files that the drafter was not trained on, taken together.
     temperature: one entry is fitted for each value. out: folder for reliability.json and the
-    pictures, None = the drafter's. sglang: folder for files in SGLang's formats. profile: measure
-    the time of a round by verified rows, for SGLang's cost table.
+    pictures, None = the drafter's. sglang: folder for files in SGLang's formats. cost_model: step
+    times, for thresholds of draft-length policies and SGLang's cost table; profile: measure them
+    now and write them there. Without either, what lies beside the drafter.
     """
 
     draft: str | Path
@@ -193,6 +198,7 @@ class CalibrateOptions:
     dtype: str = "float32"
     out: Path | None = None
     sglang: Path | None = None
+    cost_model: Path | None = None
     profile: bool = False
     quiet: bool = False
 
@@ -209,10 +215,8 @@ class CalibrateOptions:
         for name, folder in (("--out", self.out), ("--sglang", self.sglang)):
             if folder is not None:
                 _check_folder(name, folder)
-        _require(
-            self.sglang is not None or not self.profile,
-            "--profile: measures SGLang's cost table; give --sglang DIR to write it to",
-        )
+        if self.profile:
+            _check_file("--cost-model", self.cost_model)
 
     @property
     def draft_length(self) -> int | None:

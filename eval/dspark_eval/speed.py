@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dspark.runtime.records import Generation, RoundRecord
-from dspark_eval import metrics
+from dspark_eval import metrics, outcomes
 from dspark_eval.transformers_peer import PEER_NAME, PeerTiming, TransformersPeer
 
 Decode = Callable[[list[int], int], Generation]
@@ -116,9 +116,20 @@ def summarize(timings: Sequence[PromptTimings], *, seed: int) -> dict[str, Any]:
         "acceptance_rate_with_bonus": metrics.acceptance_rate_with_bonus(rounds),
         "conditional_acceptance": metrics.conditional_acceptance(rounds),
         "draft_length_mean": metrics.draft_length_mean(rounds),
+        "sibling_rate": metrics.sibling_rate(rounds),
+        "rows_per_round": metrics.rows_per_round(rounds),
+        "levels": outcomes.level_shares(rounds),
+        "bands": outcomes.band_table(rounds),
+        "break_even": break_even(rounds, plain_rate),
         **metrics.round_times_ms(rounds),
         "host_syncs_per_token": None,  # nothing counts them in this loop
     }
+
+
+def break_even(rounds: Sequence[RoundRecord], plain_rate: float | np.ndarray) -> float | None:
+    """Accepted length at which the rounds that drafted are as fast as plain decoding."""
+    spent = [r.draft_s + r.verify_s + r.other_s for r in rounds if r.drafted]
+    return _finite(np.mean(spent) * plain_rate) if spent else None
 
 
 def details(timings: Sequence[PromptTimings], *, seed: int) -> dict[str, Any]:
@@ -131,7 +142,6 @@ def details(timings: Sequence[PromptTimings], *, seed: int) -> dict[str, Any]:
         plain_all, fast_all = _rate(plain.sum(0)[2:]), _rate(fast.sum(0)[2:])
         step_ms = 1e3 / _rate(plain.sum(0))
     rounds = metrics.pool(by_prompt)
-    round_ms = 1e3 * sum(r.draft_s + r.verify_s + r.other_s for r in rounds) / max(len(rounds), 1)
     return {
         "n_rounds": len(rounds),
         "plain_tokens": int(plain[:, 2].sum()),
@@ -142,7 +152,6 @@ def details(timings: Sequence[PromptTimings], *, seed: int) -> dict[str, Any]:
         "speculative_tokens_per_s_with_prefill": _finite(fast_all),
         "speedup_with_prefill": _finite(fast_all / plain_all),
         "plain_ms_per_token": _finite(step_ms),
-        "break_even_accepted_length": _finite(round_ms / step_ms) if rounds else None,
         "prefix_survival": metrics.prefix_survival(rounds),
         "accepted_length_percentiles": metrics.accepted_length_percentiles(by_prompt),
         "accepted_length_without_loops": metrics.accepted_length_without_loops(answers),

@@ -1,59 +1,184 @@
-"""Seconds of a decode step by the rows it verifies, at batch 1.
+"""The cost model of a pair on this machine, from real passes of the runtime's own functions.
 
-    1 row       a plain step
-    1 + k rows  a whole round with draft length k: draft, verify, commit, feed the drafter
+    plain        forward over one row per request, committed, and a sampled token
+    draft[g]     one proposal of g tokens, g = 1 .. block size
+    verify[n]    forward over n rows per request and their logits, n = 1 .. 1 + block, then as many
+                 more as two siblings at every position add
+    other        verdict, commit, and feeding the taps of what was accepted to the drafter
 
-Median over the steps of a few prompts. Every prompt runs at every size before the next one does,
-so that a machine that slows down slows all sizes alike.
+Medians. In every repeat, on other prompts, all lengths run in turn before the next repeat does, so
+that a machine that slows down slows all alike; the first repeat is thrown away. A batch is that
+many prompts cut to the length of the shortest; its rounds verify chains, since a tree's rows cost
+what a chain's do. One thread on a CPU is timed by the processor time it was given, which equals
+wall time on an idle machine and does not count what else runs on a busy one; all else by the wall.
+
+Letters: b batch, g draft length, n rows of a request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import product
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
-from dspark.runtime.decode import SpeculativeDecoder
-from dspark.runtime.plain import plain_generate
-from dspark.runtime.sampling import SamplingParams
+import torch
+from torch import Tensor
+
+from dspark.runtime import prefill
+from dspark.runtime.cost_model import BatchCosts, CostModel
+from dspark.runtime.draft_head import DraftHead
+from dspark.runtime.proposal import propose
+from dspark.runtime.sampling import SamplingParams, request_generator, sample
+from dspark.runtime.verify import verify
+from dspark_eval.environment import describe_environment
 from dspark_eval.pair import Pair
-from dspark_eval.report import progress
-from dspark_eval.settings import CalibrateOptions
 
-PROMPTS = 4
-NEW_TOKENS = 32
+REPEATS = 8
+BATCHES = (1, 2, 4, 8)
+PLAIN_STEPS = 4
+MACHINE = ("device", "device_name", "cpu_model", "threads", "dtype")
+GREEDY = SamplingParams()
 
 
-def round_costs(
-    pair: Pair, prompts: Sequence[Sequence[int]], options: CalibrateOptions
-) -> dict[int, float]:
-    """Rows -> median seconds, for 1 .. block size + 1 rows, greedy; sizes never met left out."""
-    block = pair.drafter.config.block_size
-    times: dict[int, list[float]] = {rows: [] for rows in range(1, block + 2)}
-    chosen = prompts[:PROMPTS]
-    with progress("step times", len(chosen) * (block + 1), options.quiet) as advance:
-        for prompt, rows in product(chosen, times):
-            times[rows] += _plain_step(pair, prompt) if rows == 1 else _rounds(pair, prompt, rows)
+def profile_pair(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    *,
+    batches: Sequence[int] = BATCHES,
+    repeats: int = REPEATS,
+    advance: Callable[[], None] = lambda: None,
+) -> CostModel:
+    """Measure every batch size; `advance` is called after each of its `repeats` + 1 repeats."""
+    costs, tokens = [], []
+    for batch in batches:
+        times: dict[tuple[str, int], list[float]] = defaultdict(list)
+        for repeat in range(repeats + 1):
+            chosen = [prompts[(repeat * batch + row) % len(prompts)] for row in range(batch)]
+            found = _Passes(pair, chosen).measure()
+            tokens.append(min(map(len, chosen)))
+            if repeat:  # the first one warms up
+                for key, values in found.items():
+                    times[key] += values
             advance()
-    return {rows: median(seconds) for rows, seconds in times.items() if seconds}
-
-
-def _plain_step(pair: Pair, prompt: Sequence[int]) -> list[float]:
-    """Mean seconds of the plain steps of one answer, if it had any."""
-    answer = plain_generate(
-        pair.target, prompt, max_new_tokens=NEW_TOKENS, sampling=SamplingParams()
+        costs.append(_summary(batch, times))
+    environment = describe_environment(pair.target.device, pair.target.dtype)
+    machine = {key: environment[key] for key in MACHINE}
+    environment["timed_by"] = timed_by(pair.target.device)
+    return CostModel(
+        tuple(costs),
+        pair.target.name,
+        pair.drafter_name,
+        round(sum(tokens) / len(tokens)),
+        machine,
+        environment,
     )
-    steps = len(answer.tokens) - 1
-    return [answer.decode_s / steps] if steps else []
 
 
-def _rounds(pair: Pair, prompt: Sequence[int], rows: int) -> list[float]:
-    """Seconds of every round of one answer that drafted as much as was asked."""
-    answer = SpeculativeDecoder(pair.target, pair.drafter).generate(
-        prompt, max_new_tokens=NEW_TOKENS, sampling=SamplingParams(), draft_length=rows - 1
+def timed_by(device: torch.device) -> str:
+    """What `seconds` counts here."""
+    return "thread" if device.type == "cpu" and torch.get_num_threads() == 1 else "wall"
+
+
+def seconds(device: torch.device) -> float:
+    """A clock for differences, with all work queued on an accelerator finished."""
+    return time.thread_time() if timed_by(device) == "thread" else prefill.clock(device)
+
+
+def _summary(batch: int, times: dict[tuple[str, int], list[float]]) -> BatchCosts:
+    middle = {key: median(values) for key, values in times.items()}
+    curves = {
+        kind: {count: middle[found, count] for found, count in sorted(middle) if found == kind}
+        for kind in ("draft", "verify")
+    }
+    return BatchCosts(
+        batch, middle["plain", 1], curves["draft"], curves["verify"], middle["other", 0]
     )
-    return [
-        record.draft_s + record.verify_s + record.other_s
-        for record in answer.rounds
-        if record.drafted == rows - 1
-    ]
+
+
+class _Passes:
+    """One batch of requests in flight, and the seconds of each kind of pass over it."""
+
+    def __init__(self, pair: Pair, prompts: Sequence[Sequence[int]]) -> None:
+        self.target, self.drafter = pair.target, pair.drafter
+        self.block = pair.drafter.config.block_size
+        self.device = pair.target.device
+        self.prompts = prompts
+        self.head = DraftHead(self.target, self.drafter.draft_ids)
+        self.generators = [request_generator(0, row, self.device) for row in range(len(prompts))]
+        self.times: dict[tuple[str, int], list[float]] = defaultdict(list)
+
+    @torch.inference_mode()
+    def measure(self) -> dict[tuple[str, int], list[float]]:
+        """(kind, count) -> seconds: rounds of all lengths, wider passes, plain steps."""
+        self._prefill()
+        for length in range(1, self.block + 1):
+            self._round(length)
+        for extra in range(2, 2 * self.block + 1, max(1, self.block // 2)):
+            rows = 1 + self.block + extra
+            self._wide(self.anchor.unsqueeze(1).expand(-1, rows).contiguous())
+        for _ in range(PLAIN_STEPS):
+            self._plain()
+        return self.times
+
+    def _prefill(self) -> None:
+        length = min(map(len, self.prompts))
+        rows = torch.tensor([list(ids[:length]) for ids in self.prompts], device=self.device)
+        most = length + (self.block + 1) * (self.block + 2) + 3 * self.block + PLAIN_STEPS + 1
+        self.cache = self.target.new_cache(len(rows), most)
+        self.context = self.drafter.new_context(len(rows), most)
+        out = self.target.forward(rows, self.cache, taps=self.drafter.taps, commit=True)
+        self._feed(out.taps, torch.full_like(rows[:, 0], length))
+        self.anchor = self.target.logits(out.hidden[:, -1]).argmax(dim=-1)
+
+    def _round(self, length: int) -> None:
+        start = seconds(self.device)
+        proposal = propose(
+            self.drafter, self.head, self.context, self.anchor, length, GREEDY, self.generators
+        )
+        drafted = seconds(self.device)
+        block = torch.cat((self.anchor.unsqueeze(1), proposal.tokens), dim=1)
+        out = self.target.forward(block, self.cache, taps=self.drafter.taps, commit=False)
+        logits = self.target.logits(out.hidden)
+        passed = seconds(self.device)
+        verdict = verify(proposal, logits, GREEDY, self.generators)
+        self.cache.commit(verdict.accepted + 1)
+        self.anchor = verdict.next_token
+        self._feed(out.taps, verdict.accepted + 1)
+        end = seconds(self.device)
+        self.times["draft", length].append(drafted - start)
+        self.times["verify", 1 + length].append(passed - drafted)
+        self.times["other", 0].append(end - passed)
+
+    def _feed(self, taps: Tensor | None, counts: Tensor) -> None:
+        if taps is not None:
+            self.drafter.extend(self.context, taps, counts)
+
+    def _wide(self, rows: Tensor) -> None:
+        """A pass that is taken back, of more rows than a block has."""
+        start = seconds(self.device)
+        out = self.target.forward(rows, self.cache, taps=self.drafter.taps, commit=False)
+        self.target.logits(out.hidden)
+        self.times["verify", rows.shape[1]].append(seconds(self.device) - start)
+        self.cache.rollback()
+
+    def _plain(self) -> None:
+        """As plain decoding does it; one row of the same through the verify path for its curve."""
+        self._wide(self.anchor.unsqueeze(1))
+        start = seconds(self.device)
+        out = self.target.forward(self.anchor.unsqueeze(1), self.cache, commit=True)
+        logits = self.target.logits(out.hidden[:, -1])
+        self.anchor = sample(logits, GREEDY, self.generators)
+        self.anchor.tolist()
+        self.times["plain", 1].append(seconds(self.device) - start)
+
+
+def total_repeats(batches: Sequence[int] = BATCHES, repeats: int = REPEATS) -> int:
+    """How often `profile_pair` calls `advance`."""
+    return len(batches) * (repeats + 1)
+
+
+def same_machine(model: CostModel, environment: dict[str, Any]) -> bool:
+    """Whether a cost model was measured on a machine like this one."""
+    return all(environment.get(key) == value for key, value in model.machine.items())

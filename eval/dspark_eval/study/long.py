@@ -23,7 +23,7 @@ from dspark.files import atomic_write_json
 from dspark.runtime.loading import load_target
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
-from dspark_eval.acceptance import exact_answers
+from dspark_eval.grading import exact_answers
 from dspark_eval.long_context import CHAT, LENGTHS, PADDED, LongContext
 from dspark_eval.pair import Pair
 from dspark_eval.study.measure import MAX_NEW_TOKENS, SEED

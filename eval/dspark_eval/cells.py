@@ -1,0 +1,27 @@
+"""Numbers as tables show them; what was not measured is a dash."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+NOT_MEASURED = "-"
+
+
+def number(value: float | None, digits: int) -> str:
+    """With that many digits behind the point."""
+    return NOT_MEASURED if value is None else f"{value:.{digits}f}"
+
+
+def rate(value: float | None) -> str:
+    """Tokens per second."""
+    return number(value, 1)
+
+
+def percent(value: float | None) -> str:
+    """A share."""
+    return NOT_MEASURED if value is None else f"{100 * value:.1f} %"
+
+
+def interval(bounds: Sequence[float] | None) -> str:
+    """A confidence interval; nothing for none."""
+    return "" if bounds is None else f"[{bounds[0]:.2f}, {bounds[1]:.2f}]"

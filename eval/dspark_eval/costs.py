@@ -1,0 +1,90 @@
+"""Where a run's cost model comes from: measured now, a file, or none.
+
+--profile                  measured, and written to --cost-model or beside the drafter
+--cost-model F             read
+neither                    DRAFT/cost_model.json if there is one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dspark.errors import UserError
+from dspark.files import atomic_write_json
+from dspark.runtime.cost_model import CostModel, load_cost_model
+from dspark_eval import step_times
+from dspark_eval.environment import describe_environment
+from dspark_eval.pair import Pair
+from dspark_eval.report import progress
+
+COST_MODEL_FILE = "cost_model.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """A cost model, where it lies, and what makes it doubtful here."""
+
+    model: CostModel
+    path: Path
+    warnings: tuple[str, ...] = ()
+
+
+def find_costs(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    *,
+    draft: str | Path,
+    cost_model: Path | None,
+    profile: bool,
+    batches: Sequence[int] = (1,),
+    quiet: bool = False,
+) -> Costs | None:
+    """Measure or read. None: not asked for and not there.
+
+    Raises UserError for a file that is missing, wrong or cannot be written.
+    """
+    path = cost_model or Path(draft) / COST_MODEL_FILE
+    if profile:
+        return Costs(_measure(pair, prompts, batches, path, quiet), path)
+    if cost_model is None and not path.is_file():
+        return None
+    model = load_cost_model(path)
+    return Costs(model, path, tuple(_doubts(model, path, pair)))
+
+
+def _measure(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    batches: Sequence[int],
+    path: Path,
+    quiet: bool,
+) -> CostModel:
+    repeats = step_times.REPEATS
+    total = step_times.total_repeats(batches, repeats)
+    with progress("step times", total, quiet) as advance:
+        model = step_times.profile_pair(
+            pair, prompts, batches=batches, repeats=repeats, advance=advance
+        )
+    try:
+        atomic_write_json(path, model.to_dict())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
+    return model
+
+
+def _doubts(model: CostModel, path: Path, pair: Pair) -> list[str]:
+    """Why the times in a file may not be those of this run."""
+    found = []
+    if not step_times.same_machine(
+        model, describe_environment(pair.target.device, pair.target.dtype)
+    ):
+        found.append("on another machine, device, dtype or number of threads")
+    if Path(model.target).name != Path(pair.target.name).name:
+        found.append(f"with target {model.target}")
+    if Path(model.drafter).name != Path(pair.drafter_name).name:
+        found.append(f"with drafter {model.drafter}")
+    return (
+        [f"{path}: measured {' and '.join(found)}; measure again with --profile"] if found else []
+    )

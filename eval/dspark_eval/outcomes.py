@@ -1,0 +1,93 @@
+"""How rounds ended, in which band their positions were, and what relaxing them cost.
+
+    level   all accepted | sibling | corrected | cut | plain (nothing was drafted)
+    band    high | mid | low, by the confidence of a position (`dspark.runtime.policies.bands`)
+
+Bands are those of the policy where it has any; of a policy without, those that the default
+thresholds would make, so that their use can be judged before they are turned on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import numpy as np
+
+from dspark.runtime.policies.bands import band_names
+from dspark.runtime.records import ALL_ACCEPTED, CORRECTED, CUT, SIBLING, Band, RoundRecord
+
+LEVELS = {ALL_ACCEPTED: "all_accepted", SIBLING: "sibling", CORRECTED: "corrected", CUT: "cut"}
+PLAIN = "plain"
+
+Rounds = Sequence[RoundRecord]
+
+
+def level_shares(rounds: Rounds) -> dict[str, float] | None:
+    """Share of rounds by outcome; they add up to 1. None without a round."""
+    if not rounds:
+        return None
+    found = [LEVELS[r.level] if r.drafted else PLAIN for r in rounds]
+    return {name: found.count(name) / len(found) for name in (*LEVELS.values(), PLAIN)}
+
+
+def band_table(rounds: Rounds) -> dict[str, dict[str, float | int | None]] | None:
+    """By band: share of drafted positions, positions reached, and how many of those were accepted.
+
+    A position is reached if it was verified and all before it were accepted, which is what a
+    confidence speaks of. None for a drafter without a confidence head.
+    """
+    names: list[Band] = []
+    reached: list[bool] = []
+    accepted: list[bool] = []
+    for record in rounds:
+        bands = record.bands or band_names(record.confidence)
+        for k, band in enumerate(bands):
+            names.append(band)
+            reached.append(k <= record.accepted and k < record.verified)
+            accepted.append(k < record.accepted)
+    if not names:
+        return None
+    table: dict[str, dict[str, float | int | None]] = {}
+    for band in get_args(Band):
+        inside = np.array([name == band for name in names])
+        judged = int((inside & np.array(reached)).sum())
+        hits = int((inside & np.array(accepted)).sum())
+        table[band] = {
+            "share": float(inside.mean()),
+            "reached": judged,
+            "acceptance": hits / judged if judged else None,
+        }
+    return table
+
+
+def distances(rounds: Rounds) -> dict[str, float] | None:
+    """Total variation between what relaxed positions gave and the target, per emitted token.
+
+    `tv_mean` over all emitted positions, 0 where nothing was relaxed; `tv_max` of one position.
+    None: nothing was relaxed, the law is the target's.
+    """
+    values = [value for record in rounds for value in record.distance]
+    if not values:
+        return None
+    emitted = sum(record.emitted for record in rounds)
+    return {"tv_mean": sum(values) / max(emitted, 1), "tv_max": max(values)}
+
+
+def relaxation(
+    rounds: Rounds, exact: float | None, lossless: float | None
+) -> dict[str, Any] | None:
+    """What stands beside every number of a relaxed run; None for a lossless one.
+
+    exact, lossless: share of right answers of the run, and of the target without relaxation.
+    """
+    found = distances(rounds)
+    if found is None:
+        return None
+    change = None if exact is None or lossless is None else exact - lossless
+    return {
+        **found,
+        "exact_answers": exact,
+        "exact_answers_lossless": lossless,
+        "accuracy_change": change,
+    }

@@ -1,0 +1,109 @@
+"""Lines under the tables: what a figure rests on, and what would make it mean something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dspark.runtime.cost_model import cost_model_from_dict
+from dspark_eval.cells import number, percent
+
+SHOWN_MISMATCHES = 3
+
+
+def policy_words(run: Mapping[str, Any]) -> str:
+    """The policy with its settings, in a few words."""
+    settings = dict(run["policy_settings"])
+    length, bands = settings["draft_length"], settings.get("bands")
+    words = [run["policy"]]
+    words += [f"inside {settings['inner']['name']}"] if "inner" in settings else []
+    for name in ("h_stop", "s_stop"):
+        value = settings.get(name, settings.get("inner", {}).get(name))
+        words += [] if value is None else [f"{name} {value:g}"]
+    words += [f"at most {length}" if run["policy"] != "fixed" else f"{length}"]
+    if bands is not None:
+        words += [
+            f"bands at {bands['high']:g} and {bands['low']:g} with {bands['siblings']} siblings"
+        ]
+    words += [f"{run['verification']} verification"]
+    return ", ".join(words)
+
+
+def outcome_lines(run: Mapping[str, Any], name: str) -> Iterator[str]:
+    """How rounds ended, and what became of the positions of each band."""
+    levels = run["levels"]
+    if levels is None:
+        return
+    ends = ", ".join(f"{key.replace('_', ' ')} {percent(value)}" for key, value in levels.items())
+    yield (
+        f"{name}: rounds ended {ends}; {number(run['rows_per_round'], 2)} rows and "
+        f"{number(run['draft_length_mean'], 2)} drafts verified per round"
+    )
+    if run["bands"] is not None:
+        parts = (
+            f"{band} {percent(found['share'])} (accepted {percent(found['acceptance'])})"
+            for band, found in run["bands"].items()
+        )
+        yield f"{name}: drafted positions by band {', '.join(parts)}"
+
+
+def relaxed_line(run: Mapping[str, Any], name: str) -> Iterator[str]:
+    """For a lossy run: by how much, beside whatever else is said of it."""
+    found = run["relaxed"]
+    if found is None:
+        return
+    change = found["accuracy_change"]
+    shift = "not measured" if change is None else f"{100 * change:+.1f} points"
+    yield (
+        f"{name}: RELAXED acceptance, not the target's distribution: TV distance "
+        f"{found['tv_mean']:.4f} per token on average, {found['tv_max']:.3f} at most; exact "
+        f"answers {percent(found['exact_answers'])} against "
+        f"{percent(found['exact_answers_lossless'])} without it ({shift})"
+    )
+
+
+def relaxed_label(run: Mapping[str, Any]) -> str:
+    """The same in a table, in the row of the numbers it touches."""
+    found = run["relaxed"]
+    if found is None:
+        return ""
+    change = found["accuracy_change"]
+    shift = "" if change is None else f", accuracy {100 * change:+.1f} points"
+    return f"\nRELAXED: TV {found['tv_mean']:.4f}{shift}"
+
+
+def cost_lines(extra: Mapping[str, Any]) -> Iterator[str]:
+    """Step times that were measured just now, and what they ask of a drafter."""
+    if extra["profile"] is None:
+        return
+    model = cost_model_from_dict(extra["profile"])
+    for costs in model.batches:
+        lengths = sorted(costs.draft)
+        pays = ", ".join(
+            f"{number(model.break_even(g, 1 + g, costs.batch), 2)} (draft {g})" for g in lengths
+        )
+        yield (
+            f"step times, batch {costs.batch}: plain {1e3 * costs.plain:.2f} ms, draft "
+            f"{1e3 * costs.draft[lengths[-1]]:.2f} ms, verify "
+            f"{1e3 * costs.verify[1 + lengths[-1]]:.2f} ms of {1 + lengths[-1]} rows; speculation "
+            f"pays above tau = {pays}"
+        )
+    yield f"written to {extra['cost_model']}"
+
+
+def mismatch_lines(run: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Where greedy text left that of plain decoding, and how close the call was."""
+    found = run["extra"]["mismatches"]
+    if not found:
+        return
+    near = sum(entry["near_tie"] for entry in found)
+    yield (
+        f"{name}: {len(found)} answers differ from plain decoding, {near} of them first at a "
+        "near-tie of the two best tokens"
+    )
+    for entry in found[:SHOWN_MISMATCHES]:
+        yield (
+            f"  prompt {entry['prompt']}, token {entry['position']}: plain "
+            f"{entry['plain_token']}, speculative {entry['speculative_token']}, gap of the top "
+            f"two logits {entry['top2_gap']:.3g}"
+        )
