@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -285,7 +285,7 @@ def test_a_wrong_law_is_noticed(monkeypatch: pytest.MonkeyPatch, shape: str) -> 
 class Letters:
     """Token i is the i-th letter."""
 
-    all_special_tokens: tuple[str, ...] = ()
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def decode(
         self,

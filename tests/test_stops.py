@@ -6,12 +6,13 @@ The reference reads the whole text again after every token, which nothing increm
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.generation.stopping_criteria import StopStringCriteria
 
@@ -30,7 +31,7 @@ class Bytes:
     """A tokenizer whose token i is the bytes `pieces[i]`; None is a special token."""
 
     pieces: tuple[bytes | None, ...]
-    all_special_tokens: tuple[str, ...] = ("<end>",)
+    added_tokens_decoder: ClassVar[dict[int, AddedToken]] = {8: AddedToken("<end>", special=True)}
 
     def decode(
         self,

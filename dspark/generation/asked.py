@@ -11,6 +11,7 @@ from dspark.distill.messages import Message
 from dspark.errors import UserError
 from dspark.generation.options import GenerateOptions
 from dspark.runtime.rules import Processor, Rules
+from dspark.runtime.text import special_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,8 +61,8 @@ def endings(
     strings: Sequence[str], tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]
 ) -> tuple[list[str], list[int]]:
     """Stop strings, and end tokens: the target's and those strings that are special tokens."""
-    special = set(tokenizer.all_special_tokens)
-    ends = [tokenizer.convert_tokens_to_ids(text) for text in strings if text in special]
+    special = special_tokens(tokenizer)
+    ends = [special[text] for text in strings if text in special]
     return [text for text in strings if text not in special], [*end_token_ids, *ends]
 
 
@@ -80,7 +81,7 @@ def _bias(text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, float]:
     """ "ID:NUMBER" or "TEXT:NUMBER" -> id and number."""
     name, _, number = text.rpartition(":")
     try:
-        bias = float(number)
+        bias = float(number if name else "")
     except ValueError:
         raise UserError(f"--logit-bias {text!r}: expected ID:NUMBER or TEXT:NUMBER") from None
     if name.isdecimal():

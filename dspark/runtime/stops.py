@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dspark.errors import UserError
-from dspark.runtime.text import Detokenizer, TextStream
+from dspark.runtime.text import Detokenizer, TextStream, special_tokens
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class StopStrings:
         object.__setattr__(self, "strings", tuple(dict.fromkeys(self.strings)))
         if "" in self.strings:
             raise UserError("stop: expected strings of at least one character, got an empty one")
-        special = set(self.strings) & set(self.tokenizer.all_special_tokens)
+        special = special_tokens(self.tokenizer).keys() & set(self.strings)
         if special:
             raise UserError(
                 f"stop: {min(special)!r} is a special token, which is never part of the text; "

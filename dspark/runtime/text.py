@@ -14,17 +14,27 @@ Where a text is valid UTF-8 the pieces add up to `decode` of all tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+class AddedToken(Protocol):
+    """A token that was put beside the model's own, such as a mark between turns."""
+
+    @property
+    def content(self) -> str: ...
+
+    @property
+    def special(self) -> bool: ...
 
 
 class Detokenizer(Protocol):
     """What is needed of a transformers tokenizer."""
 
     @property
-    def all_special_tokens(self) -> list[str]: ...
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
 
     def decode(
         self,
@@ -32,6 +42,12 @@ class Detokenizer(Protocol):
         skip_special_tokens: bool = ...,
         clean_up_tokenization_spaces: bool | None = ...,
     ) -> str: ...
+
+
+def special_tokens(tokenizer: Detokenizer) -> dict[str, int]:
+    """Tokens that are no part of a text, with their ids."""
+    added = tokenizer.added_tokens_decoder
+    return {token.content: number for number, token in added.items() if token.special}
 
 
 class TextStream:
