@@ -185,7 +185,8 @@ def _mask_token(config: DistillConfig, target: Target, tokenizer: PreTrainedToke
     if unused < target.table_size:
         return unused
     template = tokenizer.chat_template
-    named = {*tokenizer.all_special_ids, *target.end_token_ids}
+    roles = ("bos", "eos", "unk", "sep", "pad", "cls")
+    named = {getattr(tokenizer, f"{role}_token_id") for role in roles} | {*target.end_token_ids}
     spare = [
         index
         for index, token in tokenizer.added_tokens_decoder.items()
