@@ -34,7 +34,7 @@ _COSTS = CostModel(
             batch,
             plain=1.0 * scale,
             draft={1: 0.2, 3: 0.3},
-            verify={1: 1.0 * scale, 2: 1.25 * scale, 4: 1.7 * scale, 10: 3.2 * scale},
+            verify={1: 1.0 * scale, 2: 1.1 * scale, 4: 1.4 * scale, 10: 2.0 * scale},
             other=0.05,
         )
         for batch, scale in ((1, 1.0), (3, 1.2))

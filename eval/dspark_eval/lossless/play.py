@@ -18,7 +18,7 @@ from dspark.runtime.judge import Method
 from dspark.runtime.proposal import propose
 from dspark.runtime.records import Plan, Proposal, Verdict
 from dspark.runtime.sampling import SamplingParams
-from dspark.runtime.tree import Rows, build_rows
+from dspark.runtime.tree import build_rows
 from dspark.runtime.verify import verify
 from dspark_eval.lossless.world import VOCAB, Tables, World
 
@@ -69,7 +69,7 @@ def play(tables: Tables, setup: Setup, generator: torch.Generator) -> Played:
     )
     logits = tables.after(rows.tokens)
     verdict = verify(proposal, logits, setup.params, generator, plan, rows, method=setup.method)
-    return Played(_text(proposal, rows, verdict), verdict, plan)
+    return Played(row_text(proposal, verdict), verdict, plan)
 
 
 def _draft(tables: Tables, head: DraftHead, setup: Setup, generator: torch.Generator) -> Proposal:
@@ -89,7 +89,7 @@ def _draft(tables: Tables, head: DraftHead, setup: Setup, generator: torch.Gener
     )
 
 
-def _text(proposal: Proposal, rows: Rows, verdict: Verdict) -> Tensor:
+def row_text(proposal: Proposal, verdict: Verdict) -> Tensor:
     """[B, G + 2]: accepted primaries, the sibling if there is one, the next token, then -1."""
     batch, length = proposal.tokens.shape
     index = torch.arange(length + 2)

@@ -82,3 +82,14 @@ def power(draws: int, distance: float, freedom: int, level: float) -> float:
     terms = torch.arange(int(half + 40 * math.sqrt(half) + 40), dtype=torch.float64)
     log_weight = terms * math.log(half) - half - torch.lgamma(terms + 1)
     return float((log_weight.exp() * torch.special.gammaincc(freedom / 2 + terms, x)).sum())
+
+
+def detectable(draws: int, freedom: int, level: float, wanted: float) -> float:
+    """The smallest total variation that is found with a chance of `wanted`."""
+    low, high = 0.0, 0.5
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (
+            (low, middle) if power(draws, middle, freedom, level) >= wanted else (middle, high)
+        )
+    return high
