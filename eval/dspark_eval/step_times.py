@@ -41,6 +41,9 @@ PLAIN_STEPS = 4
 MACHINE = ("device", "device_name", "cpu_model", "threads", "dtype")
 GREEDY = SamplingParams()
 
+Times = dict[tuple[str, int], list[float]]
+"""(kind of pass, its count) -> seconds of each."""
+
 
 def profile_pair(
     pair: Pair,
@@ -53,16 +56,13 @@ def profile_pair(
     """Measure every batch size; `advance` is called after each of its `repeats` + 1 repeats."""
     costs, tokens = [], []
     for batch in batches:
-        times: dict[tuple[str, int], list[float]] = defaultdict(list)
+        found = []
         for repeat in range(repeats + 1):
             chosen = [prompts[(repeat * batch + row) % len(prompts)] for row in range(batch)]
-            found = _Passes(pair, chosen).measure()
+            found.append(_Passes(pair, chosen).measure())
             tokens.append(min(map(len, chosen)))
-            if repeat:  # the first one warms up
-                for key, values in found.items():
-                    times[key] += values
             advance()
-        costs.append(_summary(batch, times))
+        costs.append(_summary(batch, found[1:]))  # the first one warms up
     environment = describe_environment(pair.target.device, pair.target.dtype)
     machine = {key: environment[key] for key in MACHINE}
     environment["timed_by"] = timed_by(pair.target.device)
@@ -86,7 +86,10 @@ def seconds(device: torch.device) -> float:
     return time.thread_time() if timed_by(device) == "thread" else prefill.clock(device)
 
 
-def _summary(batch: int, times: dict[tuple[str, int], list[float]]) -> BatchCosts:
+def _summary(batch: int, repeats: Sequence[Times]) -> BatchCosts:
+    times: Times = defaultdict(list)
+    for key, values in (item for found in repeats for item in found.items()):
+        times[key] += values
     middle = {key: median(values) for key, values in times.items()}
     curves = {
         kind: {count: middle[found, count] for found, count in sorted(middle) if found == kind}
@@ -107,10 +110,10 @@ class _Passes:
         self.prompts = prompts
         self.head = DraftHead(self.target, self.drafter.draft_ids)
         self.generators = [request_generator(0, row, self.device) for row in range(len(prompts))]
-        self.times: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self.times: Times = defaultdict(list)
 
     @torch.inference_mode()
-    def measure(self) -> dict[tuple[str, int], list[float]]:
+    def measure(self) -> Times:
         """(kind, count) -> seconds: rounds of all lengths, wider passes, plain steps."""
         self._prefill()
         for length in range(1, self.block + 1):
