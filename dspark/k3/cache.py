@@ -259,7 +259,8 @@ class K3Cache(Rounds):
         block = self._pending
         kept = [self.lengths, *(x for kda in self._kda() for x in kda.round_tensors())]
         if block is not None:
-            tree = () if block.tree is None else (block.tree.parents, block.tree.valid)
+            t = block.tree
+            tree = () if t is None else (t.parents, t.valid, t.upto)
             kept += [x for x in (block.counts, block.lengths, *tree) if x is not None]
         return kept
 
