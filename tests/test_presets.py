@@ -42,7 +42,7 @@ def test_a_preset_is_whole_where_defaults_may_change() -> None:
     stated = set(preset_overrides("deepspec"))
     size = {
         "epochs", "max_steps", "rows_per_step", "micro_rows", "precision", "keep_gib", "chunk",
-        "seed", "sharded", "log_every", "muon_lr", "muon_momentum",
+        "seed", "sharded", "deterministic", "log_every", "muon_lr", "muon_momentum",
     }  # fmt: skip
     train = {f"train.{name}" for name in load_config().to_dict()["train"] if name not in size}
     assert train <= stated

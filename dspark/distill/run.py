@@ -33,6 +33,7 @@ from dspark.distill.answers import (
 from dspark.distill.cache_build import cached_features
 from dspark.distill.calibrate import calibrate_held_out
 from dspark.distill.config import DistillConfig, load_config
+from dspark.distill.determinism import deterministic
 from dspark.distill.disk import clear_leftovers, writing
 from dspark.distill.evaluate import decode_held_out, decoding_prompts, disagreement
 from dspark.distill.fingerprint import tokenizer_files, tokenizer_fingerprint
@@ -77,6 +78,7 @@ def run_distill(
     out = Path(config.out.dir)
     _check_writable(out)
     with ExitStack() as stack:
+        stack.enter_context(deterministic(config.train.deterministic))
         with processes.together():
             if processes.is_main:
                 stack.enter_context(locked(out, "wait for it to end, or choose another --out"))

@@ -64,6 +64,7 @@ class TrainSettings:
     chunk: int | None = option(None, "supervised slots whose logits exist at once; null: by bytes")
     seed: int = option(0, "decides initial weights, row order, anchors and answers")
     sharded: bool = option(False, "share gradients and moments out among the processes")
+    deterministic: bool = option(False, "GPU: kernels that give the same bits every time; slower")
     log_every: int = option(10, "steps between records in training.json")
 
     def __post_init__(self) -> None:
