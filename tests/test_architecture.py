@@ -35,8 +35,9 @@ FORBIDDEN = [
     *(
         (f"dspark.{part}", command_line)
         for part in ("k3", "draft", "runtime", "distill", "interop", "nano")
-        for command_line in ("dspark.cli", "dspark.commands")
+        for command_line in ("dspark.cli", "dspark.commands", "dspark.generation")
     ),
+    ("dspark.generation", "dspark.commands"),
     *(("dspark.interop", layer) for layer in ("dspark.runtime", "dspark.distill")),
     *((layer, "dspark.interop") for layer in ("dspark.k3", "dspark.draft", "dspark.runtime")),
 ]

@@ -26,7 +26,7 @@ from dspark_eval.settings import BenchOptions, CalibrateOptions, EvalOptions
 REPO = Path(__file__).resolve().parent.parent
 COMMANDS = [
     "distill", "eval", "bench", "calibrate", "prune", "import", "export", "inspect", "doctor",
-    "study", "report",
+    "study", "report", "generate",
 ]  # fmt: skip
 
 Run = Callable[..., tuple[int, str, str]]
