@@ -141,7 +141,7 @@ def test_a_sweep_trades_accepted_length_for_acceptance():
     [
         lambda: Throughput(cost=COST),
         lambda: Delayed(COST),
-        lambda: Auto(Confidence(s_stop=0.4)),
+        lambda: Auto(Confidence(s_stop=0.4), COST),  # which tells it what a plain step takes
     ],
     ids=["throughput", "delayed", "auto"],
 )

@@ -7,14 +7,15 @@ A whole block tells for every shorter cut L what the target would have answered:
 
 That is exact for the round itself: confidences, entropies and acceptance of x_1..x_L do not depend
 on what is cut behind them. It is a model of a run, since after a cut the next block would have
-started elsewhere; runs confirm it. Siblings were not tried in such rounds: a policy that sends some
-is not replayed.
+started elsewhere, and a plain step stands for a whole recorded round; runs confirm it. Siblings
+were not tried in such rounds: a policy that sends some is not replayed.
 
 Letters: n rounds, G slots, L length at which the policy cuts.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -107,50 +108,61 @@ def replay(policy: Policy, blocks: Blocks, cost: CostModel) -> Replay:
     """Cut every recorded round where the policy would have. Raises ValueError with siblings."""
     if policy.siblings:
         raise ValueError(f"{policy.name}: siblings were not tried in rounds of whole blocks")
-    lengths = _lengths(policy, blocks)
+    drafted, lengths = _decisions(policy, blocks, cost)
     tokens = torch.where(lengths < blocks.accepted, lengths + 1, blocks.emitted)
     judged = torch.minimum(lengths, blocks.verified)
     accepted = torch.minimum(lengths, blocks.accepted)
-    drafted = min(policy.draft_length(blocks.slots), blocks.slots)
-    by_length = torch.bincount(lengths, minlength=blocks.slots + 1).tolist()
-    seconds = sum(
-        count * cost.round_s(drafted, 1 + length) for length, count in enumerate(by_length) if count
-    )
+    kinds = Counter(zip(drafted.tolist(), lengths.tolist(), strict=True))
+    seconds = sum(count * cost.round_s(g, 1 + length) for (g, length), count in kinds.items())
     n, sent = len(blocks), int(judged.sum())
     return Replay(
         rounds=n,
         accepted_length=int(tokens.sum()) / n,
         acceptance_rate=int(accepted.sum()) / sent if sent else None,
-        drafted=float(drafted),
+        drafted=int(drafted.sum()) / n,
         verified=sent / n,
         rows=1 + int(lengths.sum()) / n,
         tokens_per_s=int(tokens.sum()) / seconds,
     )
 
 
-def _lengths(policy: Policy, blocks: Blocks) -> Tensor:
-    """[n] int64. Row-wise policies see all rounds at once, the others one after the other."""
-    most = min(policy.draft_length(blocks.slots), blocks.slots)
+def _decisions(policy: Policy, blocks: Blocks, cost: CostModel) -> tuple[Tensor, Tensor]:
+    """Drafted and verified tokens [n] int64 of each round.
+
+    Row-wise policies see all rounds at once, the others one after the other.
+    """
     if isinstance(policy, ROWWISE):
-        limits = torch.full_like(blocks.accepted, most)
-        return plan_block(policy, blocks.proposal(), limits).lengths
-    lengths, previous = [], None
+        most = torch.full_like(blocks.accepted, _width(policy, blocks))
+        return most, plan_block(policy, blocks.proposal(), most).lengths
+    decisions, previous = [], None
     for row, prompt in enumerate(blocks.prompt.tolist()):
         if prompt != previous:
             policy, previous = policy.fresh(), prompt
-        plan = plan_block(policy, blocks.proposal(slice(row, row + 1)), torch.tensor([most]))
-        lengths.append(int(plan.lengths))
-        policy.observe(_record(blocks, row, lengths[-1]))
-    return torch.tensor(lengths)
+        drafted, length = _width(policy, blocks), 0
+        if drafted:
+            limit = torch.tensor([drafted])
+            length = int(plan_block(policy, blocks.proposal(slice(row, row + 1)), limit).lengths)
+        decisions.append((drafted, length))
+        policy.observe(_record(blocks, row, drafted, length, cost))
+    drafts, lengths = torch.tensor(decisions).unbind(1)
+    return drafts, lengths
 
 
-def _record(blocks: Blocks, row: int, length: int) -> RoundRecord:
+def _width(policy: Policy, blocks: Blocks) -> int:
+    return min(policy.draft_length(blocks.slots), blocks.slots)
+
+
+def _record(blocks: Blocks, row: int, drafted: int, length: int, cost: CostModel) -> RoundRecord:
+    """What the policy would have been told, with the cost model's seconds."""
     accepted = min(length, int(blocks.accepted[row]))
+    emitted = length + 1 if length < int(blocks.accepted[row]) else int(blocks.emitted[row])
     confidence = () if blocks.confidence is None else tuple(blocks.confidence[row].tolist())
     entropy = tuple(blocks.entropy[row].tolist())
+    seconds = cost.round_s(drafted, 1 + length)
     return RoundRecord(
-        blocks.slots, length, accepted, accepted + 1, 2, 0.0, 0.0, 0.0, confidence, entropy
-    )
+        drafted, length, accepted, emitted, 2, 0.0, seconds, 0.0,
+        confidence[:drafted], entropy[:drafted],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
