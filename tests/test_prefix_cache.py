@@ -21,11 +21,13 @@ from dspark.draft.shapes import KDAShape, MLAShape
 from dspark.runtime import checkpoint, prefix_cache, prefix_tree
 from dspark.runtime.checkpoint import Checkpoint, take
 from dspark.runtime.decode import SpeculativeDecoder
+from dspark.runtime.hf_open import hf_target
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.prefill import prefill
 from dspark.runtime.prefix_cache import PrefixCache
 from dspark.runtime.sampling import BadLogits, SamplingParams, request_generator
+from tests.hf_tiny import tiny_hf
 from tests.k3_tiny import TINY, tiny_model, tiny_tokens
 from tests.tolerance import assert_close
 
@@ -222,6 +224,28 @@ def test_plain_decoding_uses_it_too():
         )
         assert got == wanted
     assert held.stats().reused == 32 + 24  # the third prompt whole, of the fourth what they share
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3-next", "mamba"])
+def test_transformers_models_use_it_too(name: str):
+    """Their snapshots hold everything, so that no checkpoint needs another."""
+    other = hf_target(tiny_hf(name), name=name, end_token_ids=())
+    held = PrefixCache(other, None, PLENTY, host_bytes=PLENTY, least_tokens=4)
+    common, tails = text(20), (text(6, 5), text(7, 6), text(6, 5), [3])
+    for tail in tails:
+        prompt = common + tail
+        wanted, got = (
+            plain_generate(
+                other, prompt, max_new_tokens=8, sampling=GREEDY, prefix_cache=given
+            ).tokens
+            for given in (None, held)
+        )
+        assert got == wanted
+        # the next one moves states to the host; hidden states stay, and need a little room
+        held.budget_bytes = held.stats().device_bytes + 1000
+    assert (held.stats().hits, held.stats().reused) == (2, 26 + 20)
+    assert held.stats().offloaded
+    assert all(kept.start == 0 for kept in checkpoints(held).values())
 
 
 @every_drafter
