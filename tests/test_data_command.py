@@ -175,6 +175,23 @@ def test_inspect_shows_supervised_text_between_marks_in_a_pipe(run: Run, mixed: 
     assert run("data", "inspect", mixed, "--rows", "0")[0] == 2
 
 
+def test_inspect_as_json_is_the_row_itself(run: Run, mixed: Path) -> None:
+    code, out, _ = run("data", "inspect", mixed, "--rows", "9", "--json")
+    assert code == 0
+    (file,) = json.loads(out)["files"]
+    assert (file["file"], file["answered"], file["asked"], file["bad"]) == (str(mixed), 2, 1, 5)
+    tokenizer, _ = load_tokenizer("nano")
+    chat = ChatFormat(tokenizer)
+    for row in file["rows"]:
+        assert len(row["ids"]) == row["tokens"]
+        assert "".join(span["text"] for span in row["spans"]) == chat.decode(row["ids"])
+        supervised = [span["text"] for span in row["spans"] if span["supervised"]]
+        assert bool(supervised) == (row["supervised"] > 0) == (row["anchors"] > 0)
+    assert file["rows"][0]["line"] == 1
+    (text,) = [s["text"] for s in file["rows"][0]["spans"] if s["supervised"]]
+    assert text == "The answer is 4.<|end_of_msg|>"
+
+
 def test_inspect_colours_supervised_text_on_a_terminal(
     run: Run, mixed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,12 +69,17 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+def page(report: dict[str, Any]) -> str:
+    """What was written."""
+    return Path(report["report"]).read_text(encoding="utf-8")
+
+
 def _links(text: str) -> list[str]:
     return re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
 
 
 def test_a_run_is_put_on_one_page(measured: Path, tmp_path: Path) -> None:
-    text = run_report([measured], tmp_path / "out").read_text(encoding="utf-8")
+    text = page(run_report([measured], tmp_path / "out"))
     heads = re.findall(r"^## (\w+)", text, flags=re.MULTILINE)
     assert sorted(heads) == ["Acceptance", "Calibration", "Speed", "Training"]
     evaluation = read_json(measured / "eval" / "eval.json")
@@ -99,7 +104,7 @@ def test_a_study_is_rebuilt_from_its_runs_and_its_runs_are_not_shown(tmp_path: P
     folder = write_study(tmp_path / "study", COUNTS, long=True)
     build_table(folder)
     (folder / TABLE_FILE).write_text("{}")  # what an older version wrote does not count
-    text = run_report([folder, folder], tmp_path / "out").read_text(encoding="utf-8")
+    text = page(run_report([folder, folder], tmp_path / "out"))
     assert re.findall(r"^#+ .*$", text, flags=re.MULTILINE) == ["# Report", "## Which hand?"]
     assert "| right | 0.001 M | 10 | 4 | 3.000 (3.00 to 3.00) | 1.500 [" in text
     assert [link.split("-", 1)[1] for link in _links(text)] == [
@@ -111,7 +116,7 @@ def test_a_study_is_rebuilt_from_its_runs_and_its_runs_are_not_shown(tmp_path: P
 def test_a_curve_says_that_its_speed_is_predicted(tmp_path: Path) -> None:
     atomic_write_json(tmp_path / "curve.json", CURVE)
     atomic_write_json(tmp_path / "params-050" / "training.json", HISTORY)
-    text = run_report([tmp_path], tmp_path / "out").read_text(encoding="utf-8")
+    text = page(run_report([tmp_path], tmp_path / "out"))
     assert "predicted from bytes at 100 GB/s (a guess), not measured" in text
     assert "| 500,000 |" in text
     assert _links(text) == ["01-curve.png"]
@@ -176,3 +181,20 @@ def test_the_command_prints_where_the_page_is(command: Run, tmp_path: Path) -> N
     code, text, _ = command("--help")
     assert code == 0
     assert "Example: dspark report" in text
+
+
+def test_json_names_the_page_its_sources_and_its_pictures(command: Run, tmp_path: Path) -> None:
+    source, out = tmp_path / "t.json", tmp_path / "out"
+    atomic_write_json(source, HISTORY)
+    code, text, err = command(source, "--out", out, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(text)
+    (section,) = found["sections"]
+    assert (found["schema_version"], found["report"]) == (1, str(out / "report.md"))
+    assert section["source"] == str(source)
+    text = page(found)
+    assert f"## {section['title']}" in text.splitlines()
+    assert section["pictures"]
+    for picture in map(Path, section["pictures"]):
+        assert picture.is_file()
+        assert f"]({picture.name})" in text

@@ -81,21 +81,26 @@ def inspect(
     thinking: Thinking = "off",
     template: Template = None,
     max_length: MaxLength = None,
+    as_json: PrintJson = False,
 ) -> None:
     """Show rows as the target sees them, supervised text in colour (between ⟦ and ⟧ in a pipe)."""
     from rich.console import Console
 
-    from dspark.distill.review import review_files, sample
+    from dspark.distill.review import SCHEMA_VERSION, inspected, review_files, sample
     from dspark.runtime.loading import load_tokenizer
 
     tokenizer, _ = load_tokenizer(target)
     settings = _settings(thinking, template, max_length)
     formats, reviews = review_files(files, tokenizer, settings)
-    console = Console()
-    for review in reviews:
-        _heading(console, review)
-        for row in sample(review, rows):
-            _show(console, formats[0], row)
+    if as_json:
+        shown = [inspected(review, formats[0], rows) for review in reviews]
+        print_json({"schema_version": SCHEMA_VERSION, "target": target, "files": shown})
+    else:
+        console = Console()
+        for review in reviews:
+            _heading(console, review)
+            for row in sample(review, rows):
+                _show(console, formats[0], row)
     if not any(review.answered or review.asked for review in reviews):
         raise UserError(f"{', '.join(map(str, files))}: no row to show")
 

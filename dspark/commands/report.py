@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dspark.commands.app import app
+from dspark.commands.options import PrintJson, print_json
 
 
 @app.command(epilog="Example: `dspark report runs/family runs/mine bench.json --out report`")
@@ -19,8 +20,13 @@ def report(
     out: Annotated[Path, typer.Option(help="Folder for report.md and its pictures.")] = Path(
         "report"
     ),
+    as_json: PrintJson = False,
 ) -> None:
     """Put what other commands measured on one page: tables and plots, from their JSON files."""
     from dspark_eval.reporting import run_report
 
-    typer.echo(run_report(found, out))
+    written = run_report(found, out)
+    if as_json:
+        print_json(written)
+    else:
+        typer.echo(written["report"])

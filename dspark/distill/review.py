@@ -149,6 +149,29 @@ def sample(review: FileReview, count: int) -> list[TrainingRow]:
     return [rows[i * len(rows) // count] for i in range(count)]
 
 
+def inspected(review: FileReview, chat: ChatFormat, count: int) -> dict[str, Any]:
+    """`sample`, as JSON values: what each row holds, decoded in supervised and other stretches."""
+    return {
+        "file": review.file,
+        "answered": len(review.answered),
+        "asked": len(review.asked),
+        "bad": review.bad,
+        "rows": [
+            {
+                "line": row.line,
+                "tokens": len(row.ids),
+                "supervised": row.supervised,
+                "anchors": anchor_count(row),
+                "ids": list(row.ids),
+                "spans": [
+                    {"supervised": supervised, "text": text} for supervised, text in chat.spans(row)
+                ],
+            }
+            for row in sample(review, count)
+        ],
+    }
+
+
 def spread(lengths: Sequence[int]) -> dict[str, int] | None:
     """Smallest, median and largest; None for nothing."""
     if not lengths:

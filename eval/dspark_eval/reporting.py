@@ -66,22 +66,30 @@ KINDS = (
 )
 
 
-def run_report(paths: Sequence[Path], out: Path) -> Path:
-    """Write the report of all folders and files given; returns its path.
+def run_report(paths: Sequence[Path], out: Path) -> dict[str, Any]:
+    """Write the report of all folders and files given; returns where it and its parts are.
 
     Raises UserError for a path that is not there or holds nothing known, for a file that lacks
     what its kind should hold, and for an `out` that cannot be written.
     """
     found = {item.path.resolve(): item for path in paths for item in find(path)}
     written = [_section(item) for item in found.values()]
-    lines = ["# Report", ""]
+    lines, parts = ["# Report", ""], []
     try:
-        for number, section in enumerate(written, start=1):
-            lines += [*section.lines, *_draw(section, number, out)]
+        for number, (item, section) in enumerate(zip(found.values(), written, strict=True), 1):
+            pictures = _draw(section, number, out)
+            lines += [*section.lines, *(line for _, text in pictures for line in (text, ""))]
+            parts.append(
+                {
+                    "title": section.lines[0].lstrip("# "),
+                    "source": str(item.path),
+                    "pictures": [str(path) for path, _ in pictures],
+                }
+            )
         atomic_write_text(out / REPORT_FILE, "\n".join(lines).rstrip() + "\n")
     except OSError as error:
         raise UserError(f"--out {out}: cannot be written ({error.strerror})") from None
-    return out / REPORT_FILE
+    return {"schema_version": 1, "report": str(out / REPORT_FILE), "sections": parts}
 
 
 def find(path: Path) -> list[Found]:
@@ -121,10 +129,11 @@ def _section(item: Found) -> Section:
         ) from None
 
 
-def _draw(section: Section, number: int, out: Path) -> list[str]:
-    lines = []
+def _draw(section: Section, number: int, out: Path) -> list[tuple[Path, str]]:
+    """Each picture's file, now written, and the line of Markdown that shows it."""
+    drawn = []
     for picture in section.pictures:
-        name = f"{number:02d}-{picture.name}.png"
-        picture.draw(out / name)
-        lines += [f"![{picture.caption}]({name})", ""]
-    return lines
+        path = out / f"{number:02d}-{picture.name}.png"
+        picture.draw(path)
+        drawn.append((path, f"![{picture.caption}]({path.name})"))
+    return drawn
