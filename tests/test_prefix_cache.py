@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from dspark.draft import DraftConfig, DSparkDrafter
 from dspark.draft.shapes import KDAShape, MLAShape
+from dspark.errors import UserError
 from dspark.runtime import checkpoint, prefix_cache, prefix_tree
 from dspark.runtime.checkpoint import Checkpoint, take
 from dspark.runtime.decode import SpeculativeDecoder
@@ -27,6 +30,7 @@ from dspark.runtime.plain import plain_generate
 from dspark.runtime.prefill import prefill
 from dspark.runtime.prefix_cache import PrefixCache
 from dspark.runtime.sampling import BadLogits, SamplingParams, request_generator
+from dspark_eval import prefix_reuse
 from tests.hf_tiny import tiny_hf
 from tests.k3_tiny import TINY, tiny_model, tiny_tokens
 from tests.tolerance import assert_close
@@ -282,6 +286,19 @@ def test_what_a_request_does_later_reaches_no_checkpoint():
         with torch.inference_mode():
             context.state.fill_(torch.nan)
     check(held)
+
+
+def test_the_command_that_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "reuse.json"
+    size = ["--shared", "40", "--prompts", "4", "--max-new-tokens", "3"]
+    assert prefix_reuse.main([*size, "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert (found["mismatches"], found["requests"], found["hits"]) == (0, 4, 2)
+    assert found["reused"] >= 2 * 40
+    assert found["asked"] == found["prompt_tokens"]
+    assert "hit_rate  0.5" in capsys.readouterr().out
+    with pytest.raises(UserError, match="more than the shipped prompts have"):
+        prefix_reuse.main(["--shared", "10000000"])
 
 
 # --- where checkpoints are -----------------------------------------------------------------------
