@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -25,6 +26,10 @@ from tests.k3_tiny import TINY, tiny_model
 from tests.tolerance import assert_close
 
 LIMIT = 1e-5
+SMALL = replace(
+    TINY, num_hidden_layers=2, full_attention_layers=(1,), first_k_dense_replace=2, kda_num_heads=1
+)
+"""One layer of each kind, for many rounds."""
 
 
 @cache

@@ -20,6 +20,7 @@ from dspark.k3.cache import K3Cache
 from dspark.k3.config import K3Config
 from dspark.k3.model import K3ForCausalLM
 from dspark.k3.state import KDAState, LatentState
+from dspark.k3.tree import plant
 from dspark.taps import TapSet
 from dspark_kernels import kda as kernel
 from tests.k3_fresh import LIMIT, assert_equal_contents, assert_same, contents, prefill, shared
@@ -359,6 +360,17 @@ def in_steps(rows: int, inputs: tuple[Tensor, ...]) -> Tensor:
     return state
 
 
+def in_trees(rows: int, inputs: tuple[Tensor, ...]) -> Tensor:
+    """As a verify pass with siblings does it: the rows to keep in front of a tree that is not."""
+    *streams, state = inputs
+    upto = plant(torch.arange(-1, 2 * rows - 1), None, 1, 2 * rows).upto
+    for start in range(0, streams[0].shape[1], rows):
+        block = [x[:, start : start + rows] for x in streams]
+        both = [torch.cat((x, x), dim=1) for x in block]
+        kernel.step(*both, state, rows, out=state, upto=upto)
+    return state
+
+
 def test_4096_slow_steps_stay_exact_on_every_path():
     inputs = slow_decay(4096)
     _, exact = kernel.recurrent(*(x.double() for x in inputs))
@@ -366,6 +378,7 @@ def test_4096_slow_steps_stay_exact_on_every_path():
         "prefill": kernel.chunk(*inputs)[1],
         "decode": in_steps(1, inputs),
         "verify": in_steps(8, inputs),
+        "verify with siblings": in_trees(8, (*inputs[:-1], inputs[-1].clone())),
     }
     for name, state in paths.items():
         assert state.dtype == torch.float32
