@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.judge import Coins, Sent, judge_greedy, judge_sampled
 from dspark.runtime.proposal import propose
 from dspark.runtime.records import ALL_ACCEPTED, CORRECTED, CUT, SIBLING, Plan, Proposal, Verdict
+from dspark.runtime.relaxed import Relaxed
 from dspark.runtime.sampling import BadLogits, SamplingParams, to_probs
 from dspark.runtime.siblings import draw_siblings, next_best
 from dspark.runtime.tree import Rows, build_rows
@@ -287,6 +289,40 @@ def test_one_row_of_a_batch_is_judged_as_it_would_be_alone() -> None:
         alone, _ = run(slice(b, b + 1))
         for name in ("accepted", "sibling", "sibling_row", "next_token", "level"):
             assert getattr(alone, name) == getattr(together, name)[b]
+
+
+# Waits ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(1.0, 0.9, 5)])
+@pytest.mark.parametrize(
+    ("method", "relaxed"), [("token", None), ("token", Relaxed()), ("block", None)]
+)
+def test_nothing_waits_for_the_device(
+    params: SamplingParams, method: str, relaxed: Relaxed | None
+) -> None:
+    """On fake tensors, which have shapes and no values: whoever asks for a value gets an error."""
+    target, drafter = TableTarget.random(6, seed=0), TableDrafter.random(6, 3, seed=1)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        block = torch.zeros(2, 3, 6)
+        drafter.block_hidden = lambda embeds, context: block + 0
+        anchor = torch.zeros(2, dtype=torch.int64)
+        head = DraftHead(target, None)
+        ask = (drafter, head, None, anchor, 3, params, seeded())
+        made = propose(*ask, siblings=2, check=False)
+        plan = Plan.whole(made, 1)
+        rows = build_rows(anchor, made, plan, primaries=3, sibling_rows=4)
+        logits = torch.zeros(2, 8, 6)
+        judge = (made, logits, params, seeded(), plan, rows)
+        verdict = verify(*judge, method=method, relaxed=relaxed, check=False)
+        assert rows.path(verdict, verdict.accepted).shape == (2, 5)
+        for wait in (
+            lambda: verify(*judge),
+            lambda: build_rows(anchor, made, plan),
+            lambda: propose(*ask, siblings=2),
+        ):
+            with pytest.raises(DataDependentOutputException):
+                wait()
 
 
 # Faults -----------------------------------------------------------------------------------------

@@ -103,9 +103,9 @@ class Verdict:
     sibling      [B] int64, the sibling accepted between the two, or -1
     sibling_row  [B] int64, its row in the block, or -1
     fault        [B] int64, see `dspark.runtime.faults`; 0 where all logits were finite
-    distance     [B, G] float32, total variation between the law of what came out of a position and
-                 the target's, 0 where the position was not relaxed or not reached; None: nothing
-                 was relaxed, the law is the target's
+    distance     [B, K] float32 of the K primaries sent, total variation between the law of what
+                 came out of a position and the target's, 0 where the position was not relaxed or
+                 not reached; None: nothing was relaxed, the law is the target's
     """
 
     accepted: Tensor
