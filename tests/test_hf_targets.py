@@ -27,6 +27,7 @@ from dspark.runtime.sampling import SamplingParams
 from dspark.taps import TapSet
 from tests.hf_tiny import REPLAY, ROWS, tiny_hf
 
+Target = RowTarget | ReplayTarget
 GREEDY = SamplingParams()
 BLOCK, NEW = 5, 24
 ONE_BY_ONE = {"mamba", "jamba"}
@@ -48,11 +49,11 @@ every_model = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def opened() -> Callable[[str], RowTarget | ReplayTarget]:
+def opened() -> Callable[[str], Target]:
     """Targets by name, opened once."""
-    made: dict[str, RowTarget | ReplayTarget] = {}
+    made: dict[str, Target] = {}
 
-    def find(name: str) -> RowTarget | ReplayTarget:
+    def find(name: str) -> Target:
         if name not in made:
             made[name] = hf_target(tiny_hf(name), name=name, end_token_ids=())
         return made[name]
@@ -60,12 +61,12 @@ def opened() -> Callable[[str], RowTarget | ReplayTarget]:
     return find
 
 
-def _prompt(length: int, vocabulary: int = 120) -> list[int]:
+def prompt_of(length: int, vocabulary: int = 120) -> list[int]:
     generator = torch.Generator().manual_seed(length)
     return torch.randint(3, vocabulary, (length,), generator=generator).tolist()
 
 
-def _generate(target: RowTarget | ReplayTarget, prompt: list[int], count: int) -> list[int]:
+def generated(target: Target, prompt: list[int], count: int) -> list[int]:
     """What transformers says."""
     ids = torch.tensor([prompt])
     model = target.parts.model
@@ -81,7 +82,7 @@ def _generate(target: RowTarget | ReplayTarget, prompt: list[int], count: int) -
     return out[0, len(prompt) :].tolist()
 
 
-def _drafter(target: RowTarget | ReplayTarget) -> DSparkDrafter:
+def drafter_for(target: Target) -> DSparkDrafter:
     torch.manual_seed(2)
     return DSparkDrafter(
         DraftConfig(
@@ -148,11 +149,11 @@ def test_each_model_gets_the_fastest_adapter_that_is_right(name: str, opened: Ca
 @pytest.mark.parametrize("length", [1, 19])
 def test_greedy_equals_generate(name: str, length: int, opened: Callable) -> None:
     """Plain, with noise as proposals one at a time and by the block, and through every count."""
-    target, prompt = opened(name), _prompt(length)
-    theirs = _generate(target, prompt, NEW)
+    target, prompt = opened(name), prompt_of(length)
+    theirs = generated(target, prompt, NEW)
     plain = plain_generate(target, prompt, max_new_tokens=NEW, sampling=GREEDY)
     assert plain.tokens == theirs
-    drafter = SpeculativeDecoder(target, _drafter(target))
+    drafter = SpeculativeDecoder(target, drafter_for(target))
     for draft_length in (BLOCK,) if length > 1 else (1, BLOCK):
         drafted = drafter.generate(
             prompt, max_new_tokens=NEW, sampling=GREEDY, draft_length=draft_length
@@ -172,7 +173,7 @@ def test_greedy_equals_generate(name: str, length: int, opened: Callable) -> Non
 @every_model
 def test_texts_are_not_loops(name: str, opened: Callable) -> None:
     """A text that repeats itself would forgive a wrong cache."""
-    text = _generate(opened(name), _prompt(6), NEW)
+    text = generated(opened(name), prompt_of(6), NEW)
     assert len(set(text)) > 6
 
 
@@ -180,19 +181,19 @@ def test_texts_are_not_loops(name: str, opened: Callable) -> None:
 def test_a_ragged_batch_equals_its_rows(name: str, opened: Callable) -> None:
     """Prompts of 3, 17 and 40 tokens; rows leave as they end."""
     target = opened(name)
-    prompts = [_prompt(n) for n in (3, 17, 40)]
+    prompts = [prompt_of(n) for n in (3, 17, 40)]
     options = {"max_new_tokens": 16, "sampling": GREEDY, "end_token_ids": range(0, 120, 11)}
     together = generate_batch(target, prompts, **options)
     for i, prompt in enumerate(prompts):
         assert generate_batch(target, [prompt], **options, indices=[i]) == [together[i]]
-        theirs = _generate(target, prompt, len(together[i]))
+        theirs = generated(target, prompt, len(together[i]))
         assert together[i] == theirs
 
 
 @every_model
 def test_logits_and_taps_are_the_models_own(name: str, opened: Callable) -> None:
     """Head with its scale and cap, and the residual stream after each layer but the last."""
-    target, prompt = opened(name), _prompt(11)
+    target, prompt = opened(name), prompt_of(11)
     taps = TapSet((0, 1, 2), "residual")
     out = target.forward(torch.tensor([prompt]), target.new_cache(1, 16), taps=taps, commit=True)
     whole = target.parts.model(torch.tensor([prompt]), use_cache=False, output_hidden_states=True)
