@@ -23,7 +23,7 @@ def distill(
         typer.Option(help="A recipe by name, below the YAML file: deepspec, kda-pruned."),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help="The shipped `nano`, or the folder of a checkpoint.")
+        str | None, typer.Option(help="`nano`, `smollm2`, or a checkpoint's folder.")
     ] = None,
     prompts: Annotated[
         list[Path] | None, typer.Option(help="JSONL files with `prompt`, `turns` or `messages`.")

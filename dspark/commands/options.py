@@ -14,7 +14,7 @@ Draft = Annotated[
     Path | None,
     typer.Option(help="Folder of the drafter; without it, where `dspark distill` writes."),
 ]
-Target = Annotated[str, typer.Option(help="The shipped `nano`, or the folder of a checkpoint.")]
+Target = Annotated[str, typer.Option(help="`nano`, `smollm2`, or a checkpoint's folder.")]
 DraftLength = Annotated[
     int | None,
     typer.Option(help="Tokens proposed per round; without it, the drafter's block size."),
