@@ -26,7 +26,7 @@ from transformers import (
 from dspark.runtime.decode import SpeculativeDecoder
 from dspark.runtime.hf_open import hf_target
 from dspark.runtime.judge import Method
-from dspark.runtime.plain import plain_generate
+from dspark.runtime.plain import generate_batch, plain_generate
 from dspark.runtime.policies import Fixed
 from dspark.runtime.policies.bands import Bands
 from dspark.runtime.records import Emitted, Generation
@@ -182,7 +182,7 @@ def _folded(law: np.ndarray) -> np.ndarray:
         ("bias", "chain", "block"),
     ],
 )
-@pytest.mark.parametrize("count", [400, pytest.param(8_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [400, pytest.param(4_000, marks=pytest.mark.slow)])
 def test_sampled_texts_follow_the_ruled_law(
     name: str, shape: str, method: Method, count: int
 ) -> None:
@@ -341,12 +341,37 @@ def test_the_first_of_end_tokens_and_stops_ends_the_text() -> None:
     assert {"end", "stop"} <= finishes
 
 
-def test_bad_logits_of_plain_decoding_name_the_place_in_the_text() -> None:
+def _poisoned(target: TableTarget, prompt: list[int], least: int) -> int:
+    """Makes the logits bad at the first place from `least` on that repeats no earlier pair."""
+    options = {"max_new_tokens": least + 9, "sampling": GREEDY, "end_token_ids": ()}
+    text = prompt + plain_generate(target, prompt, **options).tokens
+    pairs = [tuple(text[n - 2 : n]) for n in range(len(text) + 1)]
+    place = next(n for n in range(least, len(text)) if pairs[n] not in pairs[len(prompt) : n])
+    target.table[(*pairs[place], 4)] = torch.nan
+    return place
+
+
+def test_bad_logits_name_the_place_in_the_text() -> None:
+    """0 is the first token of the prompt: for the first token, in plain steps and in rounds."""
+    for least in (3, 5, 6):
+        pair = _pair(9, 3)
+        place = _poisoned(pair[0], [3, 1, 2], least)
+        message = f"target logits of row 0, position {place} hold NaN"
+        options = {"max_new_tokens": 20, "sampling": GREEDY, "end_token_ids": ()}
+        with pytest.raises(BadLogits, match=message):
+            plain_generate(pair[0], [3, 1, 2], **options)
+        for rules in (None, Rules({1: 0.0})):
+            with pytest.raises(BadLogits, match=message):
+                _speculative(pair, rules=rules, **options)
+
+
+def test_bad_logits_of_a_batch_name_the_prompt_even_after_others_have_left() -> None:
     target = TableTarget.random(9, 3)
-    free = plain_generate(target, [3, 1, 2], max_new_tokens=9, sampling=GREEDY, end_token_ids=())
-    text = [3, 1, 2, *free.tokens]
-    first = next(n for n in range(4, 12) if text[n - 2 : n] not in
-                 [text[m - 2 : m] for m in range(2, n)])  # fmt: skip
-    target.table[text[first - 2], text[first - 1], 4] = torch.nan
-    with pytest.raises(BadLogits, match=f"target logits of row 0, position {first} hold NaN"):
-        plain_generate(target, [3, 1, 2], max_new_tokens=9, sampling=GREEDY, end_token_ids=())
+    place = _poisoned(target, [3, 1, 2], 5)
+    options = {"max_new_tokens": place - 3, "sampling": GREEDY}
+    text = plain_generate(target, [3, 1, 2], **options).tokens
+    firsts = {a: int(target.table[0, a].argmax()) for a in range(1, 9)}
+    a = next(a for a, first in firsts.items() if first not in text)  # leaves after its first token
+    prompts, ends = [[a], [a], [3, 1, 2]], [firsts[a]]
+    with pytest.raises(BadLogits, match=f"target logits of row 2, position {place} hold NaN"):
+        generate_batch(target, prompts, max_new_tokens=20, sampling=GREEDY, end_token_ids=ends)

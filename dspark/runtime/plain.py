@@ -7,6 +7,7 @@ difference is that every step yields exactly one token.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -119,6 +120,9 @@ def generate_batch(
     place in `prompts`), so its text does not depend on what else is in the batch: whoever splits
     or sorts a long list passes the indices in the whole list. Finished rows leave the batch once
     they are half of it. The prompts are prefilled in one left-padded pass.
+
+    Raises UserError for a wrong request and BadLogits for non-finite logits, which name the prompt
+    and the place in its text.
     """
     for prompt in prompts:
         check_request(target, prompt, max_new_tokens)
@@ -130,7 +134,8 @@ def generate_batch(
         for index in (range(len(prompts)) if indices is None else indices)
     ]
     cache = target.new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens)
-    anchor = sample(_prefill_batch(target, cache, prompts), sampling, generators)
+    with text_positions(lambda: list(map(len, prompts))):
+        anchor = sample(_prefill_batch(target, cache, prompts), sampling, generators)
     texts: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))  # batch row -> prompt
     while True:
@@ -147,7 +152,15 @@ def generate_batch(
             rows = [rows[at] for at in live]
         out = target.forward(anchor.unsqueeze(1), cache, commit=True)
         logits = target.logits(out.hidden[:, -1])
-        anchor = sample(logits, sampling, [generators[row] for row in rows])
+        with text_positions(partial(_places, prompts, texts, rows), rows):
+            anchor = sample(logits, sampling, [generators[row] for row in rows])
+
+
+def _places(
+    prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], rows: Sequence[int]
+) -> list[int]:
+    """Where in its text the next token of each batch row stands."""
+    return [len(prompts[row]) + len(texts[row]) for row in rows]
 
 
 def _unfinished(text: list[int], ends: frozenset[int], max_new_tokens: int) -> bool:

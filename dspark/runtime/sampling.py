@@ -51,18 +51,21 @@ class BadLogits(UserError):
         self.position = position
         self.found = found
 
-    def located(self, starts: Sequence[int]) -> BadLogits:
-        """The same, where row 0 of batch row b decides token `starts[b]` of its text."""
-        return BadLogits(self.whose, self.row, starts[self.row] + self.position, self.found)
+    def located(self, starts: Sequence[int], rows: Sequence[int] | None = None) -> BadLogits:
+        """The same, where row 0 of batch row b decides token `starts[b]` of text `rows[b]`."""
+        row = self.row if rows is None else rows[self.row]
+        return BadLogits(self.whose, row, starts[self.row] + self.position, self.found)
 
 
 @contextmanager
-def text_positions(starts: Callable[[], Sequence[int]]) -> Iterator[None]:
-    """Inside, BadLogits name the place in the text; `starts` is only asked if there is one."""
+def text_positions(
+    starts: Callable[[], Sequence[int]], rows: Sequence[int] | None = None
+) -> Iterator[None]:
+    """Inside, BadLogits are `located`; `starts` is only asked if there is one."""
     try:
         yield
     except BadLogits as error:
-        raise error.located(starts()) from None
+        raise error.located(starts(), rows) from None
 
 
 @dataclass(frozen=True)
