@@ -1,0 +1,36 @@
+"""`python -m dspark_eval.policies --out DIR [--draft D]`: measure, and write the report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from dspark.errors import UserError
+from dspark_eval.policies.report import ReportOptions, run_report
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code 2 and one line for a wrong input."""
+    parser = argparse.ArgumentParser(prog="python -m dspark_eval.policies", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the report")
+    parser.add_argument("--draft", type=Path, help="drafter; else where `dspark distill` writes")
+    parser.add_argument("--target", default="nano")
+    parser.add_argument("--n-prompts", type=int, default=30, help="prompts of each set")
+    parser.add_argument("--max-new-tokens", type=int, default=192)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=980406)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--cost-model", type=Path, help="step times; else they are measured")
+    options = parser.parse_args(arguments)
+    try:
+        page = run_report(ReportOptions(**vars(options)))
+    except UserError as error:
+        print(f"dspark_eval.policies: {error}", file=sys.stderr)
+        return 2
+    print(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
