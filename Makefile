@@ -18,7 +18,7 @@ INSTALL := pip install --quiet --no-compile
 TEST_BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-drafter demo-pruned test test-slow oracles lint clean
+.PHONY: help demo demo-drafter demo-pruned test test-slow lossless oracles lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -46,6 +46,9 @@ test: $(VENV)/.oracles  ## the fast tier on CPU (under 15 minutes on 2 cores)
 
 test-slow: $(VENV)/.oracles  ## the slow tier on CPU
 	$(TEST_BIN)/python -m pytest -m "slow and not gpu"
+
+lossless: $(VENV)/.installed  ## does what comes out have the target's law? the whole suite, minutes
+	OMP_NUM_THREADS=1 $(TEST_BIN)/python -m dspark_eval.lossless --full
 
 oracles: $(VENV)/.oracles  ## install the pinned peers that tests compare with
 

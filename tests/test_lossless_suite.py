@@ -29,6 +29,7 @@ def test_the_short_form_passes_and_finds_every_planted_defect() -> None:
     assert report.missed == []
     assert report.power() > 0.99
     assert report.passed
+    assert report.accepted["block"] > report.accepted["token"] + 0.01
     for found in report.planted:  # worth finding: the counts' noise is about 0.004
         assert found.distance > TV + 0.004, found
 
@@ -44,7 +45,7 @@ def test_the_grid_is_complete_and_the_short_form_covers_it() -> None:
 def test_a_suite_that_misses_a_defect_or_sees_a_deviation_fails() -> None:
     right = Outcome("a case", DRAWS, 0.5, 0.003, 23)
     wrong = replace(right, p=1e-9)
-    good = Report(False, 1e-5, [right], [replace(right, draws=20_000)], [wrong])
+    good = Report(False, 1e-5, {}, [right], [replace(right, draws=20_000)], [wrong])
     assert good.passed
     assert not replace(good, planted=[right]).passed
     assert not replace(good, cases=[wrong]).passed
@@ -65,7 +66,7 @@ def test_the_exit_code_tells(
 ) -> None:
     outcome = Outcome("a case", DRAWS, 0.5 if passed else 0.0, 0.003, 23)
     defect = Outcome("a defect", DRAWS, 0.0, 0.1, 23)
-    report = Report(False, 1e-5, [outcome], [replace(outcome, p=0.5)], [defect])
+    report = Report(False, 1e-5, {}, [outcome], [replace(outcome, p=0.5)], [defect])
     monkeypatch.setattr(command, "run_suite", lambda *args, **options: report)
     assert command.main([]) == (0 if passed else 1)
 

@@ -16,6 +16,7 @@ from dspark_eval.lossless.suite import (
     LAWS,
     SETTINGS,
     Outcome,
+    accepted_lengths,
     grid,
     model_cases,
     plant,
@@ -27,16 +28,22 @@ DRAWS = 300_000
 MODEL_DRAWS = {True: 350_000, False: 20_000}
 """Texts of a real model in the full and in the short form."""
 POWER = 0.99
+ACCEPTED_DRAWS = 60_000
 
 Kind = Literal["case", "model", "defect"]
 
 
 @dataclass(frozen=True)
 class Report:
-    """A whole run. `level` is what each test is held to."""
+    """A whole run.
+
+    level     what each test is held to
+    accepted  mean accepted length by verification method, on the same drafts
+    """
 
     full: bool
     level: float
+    accepted: dict[str, float]
     cases: list[Outcome]
     models: list[Outcome]
     planted: list[Outcome]
@@ -90,6 +97,8 @@ class Report:
                 f"{POWER} against a TV of {self.model_distance():.3f}",
                 f"  smallest p-value {smallest:.1e}, deviating {len(self.deviating)}",
                 *(_line(found, "DEVIATES") for found in self.deviating),
+                "  accepted of three drafted tokens: "
+                + ", ".join(f"{mean:.3f} by {method}" for method, mean in self.accepted.items()),
                 f"{len(self.planted)} planted defects, missed {len(self.missed)}",
                 *(
                     _line(found, "MISSED" if found in self.missed else "caught")
@@ -132,7 +141,8 @@ def run_suite(
     else:
         _spread(tasks, found, (full, seed, draws), workers, advance)
     lists = {kind: [found[kind, index] for index in range(size)] for kind, size in sizes.items()}
-    return Report(full, ALPHA / tests, lists["case"], lists["model"], lists["defect"])
+    accepted = accepted_lengths(seed, ACCEPTED_DRAWS)
+    return Report(full, ALPHA / tests, accepted, lists["case"], lists["model"], lists["defect"])
 
 
 def _spread(

@@ -13,7 +13,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dspark.runtime.judge import Method
 from dspark.runtime.sampling import SamplingParams
-from dspark_eval.lossless.defects import Defect
+from dspark_eval.lossless.defects import CHAIN, Defect
 from dspark_eval.lossless.model import TOKENS, RealPair
 from dspark_eval.lossless.planners import POLICIES, SIBLINGS, PolicyPlanner, policy_named
 from dspark_eval.lossless.play import TEXT, Played, Setup, canonical_texts, play
@@ -120,6 +120,16 @@ def model_cases(full: bool) -> list[Case]:
         Case("entropy", "T=1", True, 1, "block"),
     ]
     return cases if full else cases[:1]
+
+
+def accepted_lengths(seed: int, draws: int) -> dict[str, float]:
+    """Mean number of accepted primaries of SLOTS, by method, on the same chains at T = 1."""
+    world, means = World.sampled(), {}
+    for method in get_args(Method):
+        setup, generator = replace(CHAIN, method=method), _generator(seed, "accepted")
+        tables = Tables(world, torch.arange(draws) % len(world.shifts))
+        means[method] = float(play(tables, setup, generator).verdict.accepted.double().mean())
+    return means
 
 
 def run_case(case: Case, seed: int, draws: int) -> Outcome:
