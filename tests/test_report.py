@@ -106,7 +106,7 @@ def test_a_study_is_rebuilt_from_its_runs_and_its_runs_are_not_shown(tmp_path: P
     (folder / TABLE_FILE).write_text("{}")  # what an older version wrote does not count
     text = page(run_report([folder, folder], tmp_path / "out"))
     assert re.findall(r"^#+ .*$", text, flags=re.MULTILINE) == ["# Report", "## Which hand?"]
-    assert "| right | 0.001 M | 10 | 4 | 3.000 (3.00 to 3.00) | 1.500 [" in text
+    assert "| right | 0.001 M | 10 | 4 | 3.000 (3.00 to 3.00) | 1.50 | 1.500 [" in text
     assert [link.split("-", 1)[1] for link in _links(text)] == [
         "accepted.png", "positions.png", "long.png", "costs.png"
     ]  # fmt: skip

@@ -205,6 +205,14 @@ def test_another_study_in_the_folder_is_refused(calls: Calls, tmp_path: Path) ->
     assert read_json(tmp_path / "study.json") == before
 
 
+def test_a_call_with_fewer_arms_leaves_the_others_in_the_table(
+    calls: Calls, tmp_path: Path
+) -> None:
+    run(plan(tmp_path), calls)
+    run(plan(tmp_path, replace(TWO, arms=TWO.arms[:1])), calls)
+    assert [arm["name"] for arm in read_json(tmp_path / "study.json")["arms"]] == ["base", "wide"]
+
+
 # ------------------------------------------------------------------ equal seconds
 
 

@@ -112,15 +112,32 @@ def test_table_of_a_folder_made_by_hand(tmp_path: Path) -> None:
     assert table["missing"] == []
 
 
+def test_arms_are_compared_on_the_seeds_that_both_have(tmp_path: Path) -> None:
+    counts = {**COUNTS, "late": [COUNTS["right"][0], ([5, 5], [10, 10])]}
+    out = write_study(tmp_path, counts)
+    (out / "left" / "seed-1" / "measure.json").unlink()
+    (out / "right" / "seed-0" / "measure.json").unlink()
+    table = build_table(out)
+    _, right, late = (row["results"][0] for row in table["rows"])
+    assert right["ratio"] is None  # seed 1 alone, which the reference has not
+    assert late["ratio"]["value"] == pytest.approx((60 / 20) / (40 / 20))
+    assert late["accepted_length"] == pytest.approx(1.75)  # of both its seeds all the same
+    assert table["missing"] == ["left seed 1", "right seed 0"]
+    shown = [line.split(" | ")[6] for line in markdown(table).splitlines() if " M | 10 | " in line]
+    assert shown[:2] == ["1", "-"]
+    assert shown[2].startswith("1.500 [")
+
+
 def test_markdown_says_how_before_it_says_what(tmp_path: Path) -> None:
     text = markdown(build_table(write_study(tmp_path, COUNTS, long=True)))
     assert text == (tmp_path / "table.md").read_text(encoding="utf-8")
     lines = text.splitlines()
     assert lines[0] == "# Which hand?"
     assert "2 seed(s), draft length 2, 2 held-out prompts" in lines[2]
+    assert "Ratio: against `left` on problems, T = 0, 95 %" in lines[2]
     (left,) = [line for line in lines if line.startswith("| left | 0.001 M")]
     assert left.split(" | ")[2:] == [
-        "10", "4", "2.000 (2.00 to 2.00)", "1", "1.00 - |"
+        "10", "4", "2.000 (2.00 to 2.00)", "1.50", "1", "1.00 - |"
     ]  # fmt: skip
     assert "left: the left one; right: the right one." in lines
     assert "| exact answers of the target | 100 % | 25 % | 100 % |" in lines

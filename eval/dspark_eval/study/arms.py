@@ -95,21 +95,16 @@ FAMILY = Study(
         Arm("kda-0", _kda("0")),
         Arm("kda-1", _kda("1")),
         Arm("kda-2", _kda("2")),
-        Arm("kda-exact", _kda("7"), "order 7 of 7"),
+        Arm("kda-exact", _kda("6"), "order 6 of 6"),
         Arm("kda-0-softmax", _kda("0", kda_block_softmax=True), "softmax inside the block"),
-        Arm("kda-0-rnn", _kda("0", head="rnn")),
-        Arm("kda-0-no-markov-confidence", _kda("0", confidence_with_markov=False)),
+        Arm("kda-1-rnn", _kda("1", head="rnn")),
+        Arm("kda-1-no-markov-confidence", _kda("1", confidence_with_markov=False)),
     ),
-    ROWS,
+    {**ROWS, "drafter.block_size": 7},
 )
 
-BEST = {
-    "drafter.backbone": "kda",
-    "drafter.kda_order": "1",
-    "drafter.head": "rnn",
-    "train.anchors": 32,
-}
-"""The parts that won alone at 1,000 steps (eval/LOG.md), together; dearer than the defaults."""
+BEST = _kda("1", init="target", head="rnn") | {"train.optimizer": "muon"}
+"""The parts that won alone and cost next to no time, together."""
 
 DEEPSPEC = {
     key: value for key, value in preset_overrides("deepspec").items() if not key.startswith("data.")
@@ -140,7 +135,10 @@ RECIPE = Study(
         Arm("block-10", {"drafter.block_size": 10}, "drafts 7 of 10"),
         Arm("rnn", {"drafter.head": "rnn"}),
         Arm("kda", _kda("1")),
-        Arm("best", BEST),
+        Arm("kda-target", _kda("1", init="target"), "preset kda-pruned: from the target's layers"),
+        Arm("kda-rnn", _kda("1", head="rnn")),
+        Arm("kda-rnn-32", _kda("1", head="rnn") | {"train.anchors": 32}, "32 anchors"),
+        Arm("best", BEST, "kda-target, rnn head, muon"),
     ),
     {**ROWS, "drafter.block_size": 7},
 )

@@ -17,17 +17,17 @@ def markdown(document: dict[str, Any]) -> str:
         f"{_duration(document)} on the same rows, {seeds} seed(s), draft length "
         f"{document['draft_length']}, {document['prompts']} held-out prompts of each set decoded "
         "for real. Accepted length: mean over seeds (lowest to highest), pooled over prompts, the "
-        f"bonus token included. Ratio: against `{document['reference']}` on {heads[0]}, 95 % "
-        "paired bootstrap over prompts, which says nothing about seeds: their spread does. "
-        "Conditional acceptance at positions 1 to "
-        f"{document['draft_length']} is of {heads[0]}.",
+        "bonus token included; forced: the same under teacher forcing on held-out rows. Ratio: "
+        f"against `{document['reference']}` on {heads[0]}, 95 % paired bootstrap over prompts, of "
+        "the seeds that both have; how far seeds move an arm is in its spread. Conditional "
+        f"acceptance at positions 1 to {document['draft_length']} is of {heads[0]}.",
         "",
         "| arm | parameters | steps | seconds | "
         + " | ".join(heads)
-        + " | ratio [95 %] | conditional acceptance |",
-        "|---|---|---|---|" + "---|" * len(heads) + "---|---|",
+        + " | forced | ratio [95 %] | conditional acceptance |",
+        "|---|---|---|---|" + "---|" * len(heads) + "---|---|---|",
     ]
-    lines += [_markdown_row(row) for row in document["rows"]]
+    lines += [_markdown_row(row, row["arm"] == document["reference"]) for row in document["rows"]]
     notes = [f"{row['arm']}: {row['note']}" for row in document["rows"] if row["note"]]
     if notes:
         lines += ["", "; ".join(notes) + "."]
@@ -48,15 +48,16 @@ def _duration(document: dict[str, Any]) -> str:
     return f"{document['steps']} steps"
 
 
-def _markdown_row(row: dict[str, Any]) -> str:
+def _markdown_row(row: dict[str, Any], is_reference: bool) -> str:
     cells = [row["arm"], f"{row['parameters'] / 1e6:.3f} M", f"{row['steps']}"]
     cells.append(f"{row['train_s']:.0f}")
     for result in row["results"]:
         each = result["accepted_length_per_seed"]
         spread = f" ({min(each):.2f} to {max(each):.2f})" if len(each) > 1 else ""
         cells.append(f"{result['accepted_length']:.3f}{spread}")
+    cells.append(f"{row['teacher_forced_accepted_length']:.2f}")
     ratio = row["results"][0]["ratio"]
-    cells.append("1" if ratio is None else _ratio_text(ratio))
+    cells.append(_ratio_text(ratio) if ratio else "1" if is_reference else "-")
     rates = row["results"][0]["conditional_acceptance"]
     cells.append(" ".join("-" if rate is None else f"{rate:.2f}" for rate in rates))
     return "| " + " | ".join(cells) + " |"

@@ -134,9 +134,9 @@ def _matched(plan: Plan, arm: Arm, loaded: LoadedTarget, say: Say) -> dict[str, 
 
 
 def _claim(plan: Plan, configs: dict[str, dict[str, Any]]) -> None:
-    """Write study.json. A folder goes on with other arms and seeds, and with nothing else new."""
+    """Write study.json. A folder goes on with more arms and other seeds, and nothing else new."""
     path = plan.out / STUDY_FILE
-    document = {
+    document: dict[str, Any] = {
         "study": plan.study.name,
         "question": plan.study.question,
         "reference": plan.study.reference.name,
@@ -152,7 +152,10 @@ def _claim(plan: Plan, configs: dict[str, dict[str, Any]]) -> None:
         "equal_seconds": plan.equal_seconds,
     }
     if path.is_file():
-        _refuse_another(path, read_json(path), document)
+        old = read_json(path)
+        _refuse_another(path, old, document)
+        arms = {arm["name"]: arm for arm in (*old["arms"], *document["arms"])}
+        document["arms"] = list(arms.values())
     atomic_write_json(path, document)
 
 

@@ -2,7 +2,7 @@
 
 Per arm: the accepted length of each seed (pooled over prompts), their mean, and their lowest and
 highest. Against the reference arm, the ratio of accepted lengths with a 95 % interval from a paired
-bootstrap: prompts are resampled, and a prompt brings the counts of all seeds of both arms.
+bootstrap: prompts are resampled, and a prompt brings the counts of all seeds that both arms have.
 
 The interval is about prompts alone: how far seeds move an arm is in its lowest and highest.
 
@@ -98,12 +98,15 @@ def _row(
     is_reference: bool,
 ) -> dict[str, Any]:
     settings = []
+    ours, theirs = _same_seeds(runs, reference)
     for index, first in enumerate(runs[0]["results"]):
         results = [run["results"][index] for run in runs]
         each = [result["accepted_length"] for result in results]
         ratio = None
-        if not is_reference:
-            ratio = paired_ratio(results, [run["results"][index] for run in reference])
+        if ours and not is_reference:
+            ratio = paired_ratio(
+                *([run["results"][index] for run in side] for side in (ours, theirs))
+            )
         settings.append(
             {
                 "suite": first["suite"],
@@ -131,6 +134,18 @@ def _row(
         "drafting": timed[0] if timed else None,
         "long": _long_row(long) if long else None,
     }
+
+
+def _same_seeds(
+    ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The runs of either arm whose seed the other has too: a seed has a luck of its own."""
+    seeds = [{run["seed"] for run in side} for side in (theirs, ours)]
+    first, second = (
+        [run for run in side if run["seed"] in other]
+        for side, other in zip((ours, theirs), seeds, strict=True)
+    )
+    return first, second
 
 
 def paired_ratio(
