@@ -130,6 +130,28 @@ def test_a_sampled_draft_near_temperature_zero_is_the_greedy_one() -> None:
     assert torch.equal(made[0].siblings, made[1].siblings)
 
 
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(1.0)])
+def test_siblings_of_a_reduced_vocabulary_are_ids_of_the_target(params: SamplingParams) -> None:
+    """Three draft ids, so that primary and two siblings are all of them and a third is none."""
+    ids = torch.tensor([1, 3, 4])
+    target, drafter = TableTarget.random(6, seed=0), TableDrafter.random(6, 2, seed=1)
+    wide = drafter.markov_head.bias
+    drafter.markov_head.bias = lambda code: wide(code)[..., ids]
+    head, context = DraftHead(target, ids), drafter.new_context(1, 8)
+    ask = (drafter, head, context, torch.tensor([2]), 2, params, seeded(5))
+    made = propose(*ask, siblings=3)
+    for k in range(2):
+        found = made.siblings[0, k].tolist()
+        assert found[2] == -1
+        assert {made.tokens[0, k].item(), *found[:2]} == set(ids.tolist())
+    if params.greedy:
+        scores = drafter.slots[0, 2] + wide(torch.eye(6)[2])
+        best = ids[scores[ids].argsort(descending=True)].tolist()
+        assert [made.tokens[0, 0].item(), *made.siblings[0, 0, :2].tolist()] == best
+    else:
+        assert (made.probs[..., [0, 2, 5]] == 0).all()
+
+
 # Rows -------------------------------------------------------------------------------------------
 
 
