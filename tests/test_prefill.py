@@ -16,13 +16,17 @@ from dspark.k3 import attn_res, rounds, tiled_attention
 from dspark.k3.attn_res import mix
 from dspark.k3.config import K3Config
 from dspark.k3.layers import RMSNorm, linear
+from dspark.runtime import plain
+from dspark.runtime.hf_open import hf_target
 from dspark.runtime.k3_target import K3Target
+from dspark.runtime.plain import generate_batch, plain_generate
 from dspark.runtime.prefill import prefill
 from dspark.runtime.sampling import SamplingParams, request_generator
 from dspark.taps import TapSet
 from dspark_eval import prefill_memory
 from dspark_eval.live_bytes import LiveBytes
 from dspark_eval.prefill_memory import bank_bytes, deeper, main, measure
+from tests.hf_tiny import tiny_hf
 from tests.k3_tiny import PLAIN, TINY, tiny_model, tiny_tokens
 from tests.tolerance import assert_close
 
@@ -231,3 +235,26 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_deeper_keeps_the_kinds_of_layers():
     config = deeper(7, replace(TINY, num_hidden_layers=3, full_attention_layers=(2,)))
     assert config.full_attention_layers == (2, 5, 6)
+
+
+@pytest.mark.parametrize("name", ["k3", "llama", "mistral-window", "qwen3-next"])
+def test_a_batch_of_prompts_is_read_in_passes_too(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Short prompts sit out the first passes; every text is that of its prompt alone."""
+    model = target(TINY) if name == "k3" else hf_target(tiny_hf(name), name=name, end_token_ids=())
+    prompts = [tiny_tokens(1, n, seed=n)[0].tolist() for n in (23, 2, 9, 17)]
+    expected = [
+        plain_generate(model, p, max_new_tokens=6, sampling=SamplingParams()).tokens
+        for p in prompts
+    ]
+    passes: list[int] = []
+    forward = type(model).forward
+
+    def counted(self: object, tokens: Tensor, *args: object, **kwargs: object) -> object:
+        passes.append(tokens.shape[1])
+        return forward(self, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(plain, "PREFILL_CHUNK", 20)
+    monkeypatch.setattr(type(model), "forward", counted)
+    got = generate_batch(model, prompts, max_new_tokens=6, sampling=SamplingParams())
+    assert got == expected
+    assert passes[:6] == [5, 5, 5, 5, 3, 1]

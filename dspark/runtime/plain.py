@@ -119,7 +119,8 @@ def generate_batch(
     Every prompt draws from its own generator, seeded by `seed` and its index (`indices`, else its
     place in `prompts`), so its text does not depend on what else is in the batch: whoever splits
     or sorts a long list passes the indices in the whole list. Finished rows leave the batch once
-    they are half of it. The prompts are prefilled in one left-padded pass.
+    they are half of it. The prompts are read side by side, padded on the left, in passes of at most
+    `PREFILL_CHUNK` rows in all.
 
     Raises UserError for a wrong request and BadLogits for non-finite logits, which name the prompt
     and the place in its text.
@@ -168,14 +169,17 @@ def _unfinished(text: list[int], ends: frozenset[int], max_new_tokens: int) -> b
 
 
 def _prefill_batch(target: Target, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
-    """[B, V] logits of each prompt's last token."""
-    width = max(map(len, prompts))
+    """[B, V] logits of each prompt's last token; a prompt sits out passes before its first one."""
+    width, columns = max(map(len, prompts)), max(1, PREFILL_CHUNK // len(prompts))
     padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     tokens = torch.tensor(padded, dtype=torch.int64, device=target.device)
-    if all(len(prompt) == width for prompt in prompts):
-        valid = None
-    else:
-        first = torch.tensor([width - len(prompt) for prompt in prompts], device=target.device)
-        valid = torch.arange(width, device=target.device) >= first.unsqueeze(1)
-    out = target.forward(tokens, cache, valid=valid, commit=True)
-    return target.logits(out.hidden[:, -1])
+    first = torch.tensor([width - len(prompt) for prompt in prompts], device=target.device)
+    ragged = bool(first.any())
+    last = torch.empty(0)
+    for start in range(0, width, columns):
+        place = torch.arange(start, min(start + columns, width), device=target.device)
+        valid = place >= first.unsqueeze(1) if ragged else None
+        out = target.forward(tokens[:, place], cache, valid=valid, commit=True)
+        last = out.hidden[:, -1].clone()
+        del out
+    return target.logits(last)
