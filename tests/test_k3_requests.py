@@ -10,10 +10,12 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dspark.k3.cache import K3Cache
 from dspark.k3.model import K3ForCausalLM
@@ -294,6 +296,43 @@ def test_what_lives_in_a_storage_stays_there():
     now = {(kind, i): x for i, layer in enumerate(held.layers) for kind, x in layer.held()}
     assert now.keys() == given.keys()
     assert all(now[key].data_ptr() == given[key].data_ptr() for key in given)
+
+
+class Copies(TorchDispatchMode):
+    """The operations that move a tensor of some size from one memory to another."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.seen = size, []
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        moves = func._schema.name.split("::")[1] in ("clone", "copy_", "_to_copy", "index", "cat")
+        if moves and isinstance(out, Tensor) and out.numel() == self.size:
+            self.seen.append(func._schema.name)
+        return out
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_round_copies_no_state(batch: int):
+    """Verify, commit, replay, roll back, a plain step: of the states' size, nothing is moved."""
+    model = shared()
+    held = model.new_cache(batch, 48)
+    model(tiny_tokens(batch, 20), held)
+    size = next(held._kda()).state.numel()
+    with Copies(size) as copies:
+        for n in (3, 0, torch.arange(batch)):
+            model(tiny_tokens(batch, 4), held, commit=False)
+            held.commit(n)
+        model(tiny_tokens(batch, 3), held, parents=torch.tensor([-1, 0, 0]), commit=False)
+        held.commit_path(torch.tensor([[0, 2]] * batch))
+        model(tiny_tokens(batch, 1), held)
+    assert not copies.seen
+    with Copies(size) as copies:
+        held.fork()
+    assert copies.seen  # the count can see one
 
 
 @pytest.mark.parametrize("kind", [Kind.STATE, Kind.WINDOW])
