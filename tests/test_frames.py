@@ -259,14 +259,14 @@ def test_logits_that_are_not_finite_end_one_request_and_no_other() -> None:
 @pytest.mark.parametrize("sampling", [SamplingParams(1.0), SamplingParams(1.3, 0.8)])
 @pytest.mark.parametrize("policy", OWN, ids=lambda policy: type(policy).__name__)
 def test_frames_follow_the_targets_law(sampling: SamplingParams, policy: Policy) -> None:
-    """The joint law of the first three tokens, 1,500 requests side by side, at a false-alarm rate
-    of 1e-4 per test; power as in test_decode_law.py."""
+    """The joint law of the first three tokens, 600 requests side by side, at a false-alarm rate
+    of 1e-4 per test; a TV of 0.19 is caught with probability 0.99."""
     target = TableTarget.random(3, 8, scale=1.0)
     drafter = TableDrafter.of(target, 5, noise=1.0, seed=2)
     scheduler = FrameScheduler(
         target, drafter, max_length=9, slots=50, policy=policy, sampling=sampling
     )
-    handles = _run(scheduler, [Request([1, 2], 6, index=n) for n in range(1_500)])
+    handles = _run(scheduler, [Request([1, 2], 6, index=n) for n in range(600)])
     assert_law([handle.tokens[:3] for handle in handles], joint(target, [1, 2], sampling))
 
 
@@ -314,11 +314,12 @@ def test_seats_and_prompts_live_in_the_pool() -> None:
     assert short.tokens == _plain(target, Request([1], 4))
 
 
-def test_nothing_grows_over_thousands_of_frames() -> None:
+@pytest.mark.parametrize("turns", [15, pytest.param(150, marks=pytest.mark.slow)])
+def test_nothing_grows_over_thousands_of_frames(turns: int) -> None:
     target, drafter = _pair()
     scheduler = FrameScheduler(target, drafter, max_length=70, slots=2, policy=Fixed(2))
     live = 0
-    for turn in range(150):
+    for turn in range(turns):
         _run(scheduler, [Request([turn % VOCAB, n], 60, index=n) for n in range(3)])
         target.caches[2:] = []
         drafter.contexts[2:] = []
@@ -327,7 +328,7 @@ def test_nothing_grows_over_thousands_of_frames() -> None:
         assert held[2] < 4
         live = max(live, sum(len(group._flying) for group in scheduler._groups))
     assert live == 0
-    assert scheduler.report().frames > 5_000
+    assert scheduler.report().frames > 30 * turns
     assert all(row == [] for cache in target.caches[:2] for row in cache.rows)
 
 
