@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from dspark.generation.asked import endings, rules_of
 from dspark.generation.options import GenerateOptions
 from dspark.generation.reader import Piece, Reader
 from dspark.generation.screen import BRACKETS, Marked, Plain, marked
+from dspark.runtime.cost_model import COST_MODEL_FILE, BatchCosts, CostModel
 from dspark.runtime.records import Emitted, EmittedKind, RoundRecord
 from dspark.runtime.stops import StopStrings
 from tests import chat_tokenizers, tiny_pair
@@ -378,6 +380,8 @@ def test_an_end_token_has_no_text_even_if_it_is_an_ordinary_word() -> None:
         ([QUESTION, "--plain", "--draft", "x"], "--plain decodes without a drafter"),
         ([QUESTION, "--draft", "x", "--policy", "best"], "--policy: expected one of fixed"),
         ([QUESTION, "--draft", "x", "--verification", "all"], "--verification: expected token or"),
+        ([QUESTION, "--draft", "x", "--siblings", "-1"], "--siblings: expected 0 or more"),
+        ([QUESTION, "--draft", "x", "--cost-model", "c"], "policy fixed reads no step times"),
         ([QUESTION, "--draft", "x", "--svg", "a.svg"], "--svg: a picture of --show-draft"),
         ([QUESTION, "--draft", "x", "--show-draft", "--json"], "--json: prints one document"),
         ([QUESTION, "--plain", "--raw", "--system", "s"], "--system: --raw writes no chat"),
@@ -465,7 +469,9 @@ def test_ctrl_c_as_a_signal(pair: tiny_pair.TinyPair) -> None:
         text=True,
     )
     assert process.stdout is not None
-    assert process.stdout.read(3) == "aaa"  # streamed while it decodes
+    assert process.stderr is not None
+    first = process.stdout.read(3)  # streamed while it decodes
+    assert first == "aaa", process.stderr.read()
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -523,6 +529,23 @@ def test_figures_of_a_generation() -> None:
     assert Account([3], "end", [], 0.1, 0.0).summary() == "1 tokens, end token"
 
 
+def test_step_times_beside_the_drafter_are_used(
+    run: Run, pair: tiny_pair.TinyPair, tmp_path: Path
+) -> None:
+    """`throughput` needs them; a drafter's folder may hold them, a file may be named instead."""
+    args = (QUESTION, "--max-new-tokens", "4", "--policy", "throughput")
+    code, _, err = run(*args, "--draft", pair.draft)
+    assert code == 2
+    assert "needs step times" in err
+    costs = BatchCosts(1, 0.001, {1: 0.001, 4: 0.002}, {1: 0.001, 5: 0.003}, 0.0)
+    written = json.dumps(CostModel((costs,), "t", "d", 9).to_dict())
+    (tmp_path / "times.json").write_text(written)
+    assert run(*args, "--draft", pair.draft, "--cost-model", tmp_path / "times.json")[0] == 0
+    own = shutil.copytree(pair.draft, tmp_path / "own")
+    (own / COST_MODEL_FILE).write_text(written)
+    assert run(*args, "--draft", own)[0] == 0
+
+
 def test_rules_are_none_unless_asked_for() -> None:
     tokenizer = chat_tokenizers.k3()
     assert rules_of(GenerateOptions("x"), tokenizer) is None
@@ -567,7 +590,7 @@ def test_every_option_arrives(
 
     monkeypatch.setattr(dspark.generation.run, "run_generate", take)
     args = (
-        "q --draft d --policy entropy --draft-length 3 --bands --siblings 1 --cost-model c.json "
+        "q --draft d --policy auto --draft-length 3 --bands --siblings 1 --cost-model c.json "
         "--verification block --temperature 0.5 --top-p 0.9 --top-k 4 --max-new-tokens 9 "
         "--min-new-tokens 2 --stop a b --logit-bias 1:2 3:4 --repetition-penalty 1.1 "
         "--no-repeat-ngram 3 --seed 7 --system s --show-draft --stats --svg p.svg --threads 1 "

@@ -11,6 +11,7 @@ import typer
 
 from dspark.commands.app import app
 from dspark.commands.options import (
+    CostModelFile,
     Device,
     DraftLength,
     DType,
@@ -21,6 +22,7 @@ from dspark.commands.options import (
     Threads,
     TopK,
     TopP,
+    UseBands,
 )
 
 INTERRUPTED, CLOSED = 130, 1
@@ -48,17 +50,11 @@ def generate(
         ),
     ] = None,
     draft_length: DraftLength = None,
-    bands: Annotated[
-        bool,
-        typer.Option("--bands", help="Siblings at middling confidence, a cut at low confidence."),
-    ] = False,
+    bands: UseBands = False,
     siblings: Annotated[
-        int | None,
-        typer.Option(help="How many siblings a middling position gets (2); means --bands."),
+        int | None, typer.Option(help="Siblings of a position in the mid band, 2; means --bands.")
     ] = None,
-    cost_model: Annotated[
-        Path | None, typer.Option(help="Step times, which --policy throughput needs.")
-    ] = None,
+    cost_model: CostModelFile = None,
     verification: Annotated[
         str | None,
         typer.Option(help="token or block, both lossless; without it, token."),

@@ -73,6 +73,7 @@ class GenerateOptions:
             "--min-new-tokens": (self.min_new_tokens, 0),
             "--seed": (self.seed, 0),
             "--no-repeat-ngram": (self.no_repeat_ngram, 0),
+            "--siblings": (self.siblings or 0, 0),
             "--threads": (1 if self.threads is None else self.threads, 1),
         }
         for name, (value, low) in least.items():
@@ -124,6 +125,12 @@ class GenerateOptions:
         )
 
     @property
+    def reads_costs(self) -> bool:
+        """Whether the policy decides by step times."""
+        name = self.choice().name
+        return name == "auto" or name.startswith("throughput")
+
+    @property
     def method(self) -> Method:
         return "block" if self.verification == "block" else "token"
 
@@ -132,6 +139,10 @@ class GenerateOptions:
         _require(
             self.system is None or not self.raw,
             "--system: --raw writes no chat, so there is no system message; leave one of them out",
+        )
+        _require(
+            self.cost_model is None or self.draft is None or self.reads_costs,
+            f"--cost-model: policy {self.choice().name} reads no step times; leave it out",
         )
         _require(self.svg is None or self.show_draft, "--svg: a picture of --show-draft; add that")
         _require(

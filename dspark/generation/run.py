@@ -28,7 +28,7 @@ from dspark.generation.asked import endings, prompt_ids, read_prompt, rules_of
 from dspark.generation.options import GenerateOptions
 from dspark.generation.reader import Piece, Reader
 from dspark.generation.screen import PICTURE_WIDTH, Marked, Plain, Silent
-from dspark.runtime.cost_model import load_cost_model
+from dspark.runtime.cost_model import COST_MODEL_FILE, CostModel, load_cost_model
 from dspark.runtime.decode import SpeculativeDecoder
 from dspark.runtime.loading import load_target
 from dspark.runtime.plain import plain_generate
@@ -109,14 +109,23 @@ def load(options: GenerateOptions) -> Loaded:
 
 
 def _policy(options: GenerateOptions, drafter: DSparkDrafter) -> Policy:
-    cost = None if options.cost_model is None else load_cost_model(options.cost_model)
     return make_policy(
         options.choice(),
         options.sampling(),
         calibration=drafter.calibration,
         has_confidence=drafter.confidence_head is not None,
-        cost=cost,
+        cost=_costs(options),
     )
+
+
+def _costs(options: GenerateOptions) -> CostModel | None:
+    """Step times for the policies that read them: the file named, else the drafter's own."""
+    if options.cost_model is not None:
+        return load_cost_model(options.cost_model)
+    if not options.reads_costs or options.draft is None:
+        return None
+    own = options.draft / COST_MODEL_FILE
+    return load_cost_model(own) if own.is_file() else None
 
 
 def _screen(options: GenerateOptions) -> Plain | Marked | Silent:

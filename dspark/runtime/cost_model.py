@@ -27,6 +27,8 @@ from dspark.errors import UserError
 from dspark.files import read_json
 
 KIND = "dspark cost model"
+COST_MODEL_FILE = "cost_model.json"
+"""Its name beside a drafter."""
 SCHEMA_VERSION = 1
 
 

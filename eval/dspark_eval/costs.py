@@ -13,13 +13,11 @@ from pathlib import Path
 
 from dspark.errors import UserError
 from dspark.files import atomic_write_json
-from dspark.runtime.cost_model import CostModel, load_cost_model
+from dspark.runtime.cost_model import COST_MODEL_FILE, CostModel, load_cost_model
 from dspark_eval import step_times
 from dspark_eval.environment import describe_environment
 from dspark_eval.pair import Pair
 from dspark_eval.report import progress
-
-COST_MODEL_FILE = "cost_model.json"
 
 
 @dataclass(frozen=True, eq=False)
