@@ -24,11 +24,14 @@ from dspark.errors import UserError
 from dspark.runtime import checkpoint, prefix_cache, prefix_tree
 from dspark.runtime.checkpoint import Checkpoint, take
 from dspark.runtime.decode import SpeculativeDecoder
+from dspark.runtime.frames import FrameScheduler
 from dspark.runtime.hf_open import hf_target
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.plain import plain_generate
+from dspark.runtime.pool import StatePool
 from dspark.runtime.prefill import prefill
 from dspark.runtime.prefix_cache import PrefixCache
+from dspark.runtime.requests import Request
 from dspark.runtime.sampling import BadLogits, SamplingParams, request_generator
 from dspark_eval import prefix_reuse
 from tests.hf_tiny import tiny_hf
@@ -228,6 +231,31 @@ def test_plain_decoding_uses_it_too():
         )
         assert got == wanted
     assert held.stats().reused == 32 + 24  # the third prompt whole, of the fourth what they share
+
+
+@every_drafter
+def test_batches_and_frames_use_it_and_share_it(kind: str):
+    """One cache for a ragged batch, for frames whose requests live in a pool, and for one request
+    alone: whoever comes later finds what the others kept."""
+    held, common = new_cache(kind), text(24)
+    requests = [Request(common + text(n, n), 8, index=n) for n in (5, 6, 7, 8)]
+    decoder = SpeculativeDecoder(target(), drafter(kind))
+    wanted = [
+        plain_generate(target(), r.prompt_ids, max_new_tokens=8, sampling=GREEDY).tokens
+        for r in requests
+    ]
+    many = decoder.generate_many(requests, sampling=GREEDY, batch=3, prefix_cache=held)
+    assert [one.tokens for one in many] == wanted
+    assert held.stats().reused == 2 * 24
+    pool = StatePool(target(), drafter(kind), 1 << 23, page_tokens=8)
+    scheduler = FrameScheduler(
+        target(), drafter(kind), max_length=48, slots=2, pool=pool, prefix_cache=held
+    )
+    handles = [scheduler.submit(request) for request in requests]
+    scheduler.run()
+    assert [handle.tokens for handle in handles] == wanted
+    assert held.stats().reused == 2 * 24 + sum(len(r.prompt_ids) for r in requests)
+    check(held)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3-next", "mamba"])
