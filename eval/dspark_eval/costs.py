@@ -81,7 +81,8 @@ def _doubts(model: CostModel, path: Path, pair: Pair) -> list[str]:
         found.append("on another machine, device, dtype or number of threads")
     if Path(model.target).name != Path(pair.target.name).name:
         found.append(f"with target {model.target}")
-    if Path(model.drafter).name != Path(pair.drafter_name).name:
+    beside = path.parent.resolve() == Path(pair.drafter_name).resolve()
+    if not beside and Path(model.drafter).name != Path(pair.drafter_name).name:
         found.append(f"with drafter {model.drafter}")
     return (
         [f"{path}: measured {' and '.join(found)}; measure again with --profile"] if found else []

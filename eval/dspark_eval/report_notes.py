@@ -16,7 +16,7 @@ def policy_words(run: Mapping[str, Any]) -> str:
     settings = dict(run["policy_settings"])
     length, bands = settings["draft_length"], settings.get("bands")
     words = [run["policy"]]
-    words += [f"inside {settings['inner']['name']}"] if "inner" in settings else []
+    words += [f"around {settings['inner']['name']}"] if "inner" in settings else []
     for name in ("h_stop", "s_stop"):
         value = settings.get(name, settings.get("inner", {}).get(name))
         words += [] if value is None else [f"{name} {value:g}"]
