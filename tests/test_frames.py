@@ -27,6 +27,7 @@ from dspark.runtime.rules import Rules
 from dspark.runtime.sampling import BadLogits, SamplingParams
 from tests.k3_tiny import TINY, tiny_model
 from tests.table_target import TableDrafter, TableTarget
+from tests.test_adaptive import ADAPTIVE
 from tests.test_decode_k3 import real_drafter
 from tests.test_decode_law import assert_law, joint
 
@@ -366,3 +367,42 @@ def test_what_frames_cannot_do_is_refused() -> None:
     with pytest.raises(UserError, match="verifies chains only"):
         FrameScheduler(target, drafter, max_length=10, policy=Bands(Fixed(4)))
     assert not scheduler.busy
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_adaptive_frames_drain_to_the_last_row(name: str) -> None:
+    """Eight rows that end at different times, policies that share, learn and fall back: every text
+    is the plain one, and the number of turns is bounded, so that nothing hangs."""
+    target, drafter = _pair()
+    requests = [Request([n], 2 + 5 * n, end_token_ids=(), index=n) for n in range(8)]
+    scheduler = FrameScheduler(target, drafter, max_length=60, slots=4, policy=ADAPTIVE[name]())
+    handles = [scheduler.submit(request) for request in requests]
+    for _ in range(4 * sum(request.max_new_tokens for request in requests)):
+        scheduler.step()
+    assert not scheduler.busy
+    for request, handle in zip(requests, handles, strict=True):
+        assert handle.tokens == _plain(target, request)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5])
+def test_frames_of_every_draft_length(length: int) -> None:
+    target, drafter = _pair()
+    scheduler = FrameScheduler(target, drafter, max_length=60, slots=1, policy=Fixed(length))
+    requests = [Request([n], 30, index=n) for n in range(3)]
+    for request, handle in zip(requests, _run(scheduler, requests), strict=True):
+        assert handle.tokens == _plain(target, request)
+        assert {r.target_rows for r in handle.generation().rounds} == {1 + length}
+
+
+def test_idle_seats_of_a_hybrid_target_do_not_reach_a_live_one() -> None:
+    """Four seats and one request in the first of them, for 100 tokens; then three beside it, two
+    of which have nothing to draft."""
+    target, drafter = K3Target(tiny_model(), "tiny", ()), real_drafter()
+    scheduler = FrameScheduler(target, drafter, max_length=110, slots=4, groups=1, policy=Fixed(3))
+    long = Request([5, 6], 100)
+    (alone,) = _run(scheduler, [long])
+    assert alone.tokens == _plain(target, long)
+    beside = [Request([9], 2, index=1), Request([8] * 9, 20, index=2), Request([7], 2, index=3)]
+    first, *others = _run(scheduler, [long, *beside])
+    assert first.tokens == alone.tokens
+    assert [handle.tokens for handle in others] == [_plain(target, each) for each in beside]
