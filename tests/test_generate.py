@@ -415,6 +415,25 @@ def test_an_empty_stdin_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     assert "prompt: expected text, got nothing" in err
 
 
+def test_a_prompt_that_is_no_text_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(b"a \xff b"), encoding="utf-8")
+    for args in (["a \udcff b"], ["-"]):
+        monkeypatch.setattr("sys.stdin", stdin)
+        assert run(*args, "--plain") == (2, "", "error: prompt: expected text in UTF-8\n")
+
+
+def test_a_terminal_without_a_character_still_gets_the_text(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    e_acute = chat_tokenizers.k3()("é", add_special_tokens=False).input_ids
+    bias = [f"{token}:90" for token in e_acute]
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    args = ["--plain", "--max-new-tokens", "9", "--logit-bias", *bias, "--no-repeat-ngram", "2"]
+    assert run("x", *args)[0] == 0
+    assert b"?" in raw.getvalue()
+
+
 def test_without_a_drafter_it_decodes_plainly_and_says_so(run: Run, in_tmp: Path) -> None:
     code, out, err = run(QUESTION, "--max-new-tokens", "4")
     assert code == 0

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 def read_prompt(prompt: str) -> str:
     """The text itself, or for "-" all of stdin without its last line break.
 
-    Raises UserError if there is none, or if stdin is not UTF-8.
+    Raises UserError if there is none, or if it is not UTF-8.
     """
-    if prompt == "-":
-        try:
+    try:
+        if prompt == "-":
             prompt = sys.stdin.read().removesuffix("\n")
-        except UnicodeDecodeError as problem:
-            raise UserError(f"stdin: expected UTF-8 text ({problem})") from None
+        prompt.encode()  # bytes that are no text arrive as lone surrogates
+    except UnicodeError:
+        raise UserError("prompt: expected text in UTF-8") from None
     if not prompt:
         raise UserError('prompt: expected text, got nothing; give it as "text" or through stdin')
     return prompt

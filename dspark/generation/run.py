@@ -10,6 +10,7 @@ import json
 import sys
 from dataclasses import dataclass
 from functools import partial
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,6 +130,8 @@ def _costs(options: GenerateOptions) -> CostModel | None:
 
 
 def _screen(options: GenerateOptions) -> Plain | Marked | Silent:
+    if isinstance(sys.stdout, TextIOWrapper):  # a terminal that lacks a character still gets text
+        sys.stdout.reconfigure(errors="replace")
     if options.json:
         return Silent()
     return Marked(sys.stdout) if options.show_draft else Plain(sys.stdout)
