@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from dspark.runtime.decode import SpeculativeDecoder
     from dspark.runtime.loading import load_target
     from dspark.runtime.plain import plain_generate
+    from dspark.runtime.pool import StatePool
+    from dspark.runtime.prefix_cache import PrefixCache
     from dspark.runtime.rules import Rules
     from dspark.runtime.sampling import SamplingParams
     from dspark.runtime.stops import StopStrings
@@ -23,9 +25,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "PrefixCache",
     "Rules",
     "SamplingParams",
     "SpeculativeDecoder",
+    "StatePool",
     "StopStrings",
     "__version__",
     "load_drafter",
@@ -34,9 +38,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "PrefixCache": "dspark.runtime.prefix_cache",
     "Rules": "dspark.runtime.rules",
     "SamplingParams": "dspark.runtime.sampling",
     "SpeculativeDecoder": "dspark.runtime.decode",
+    "StatePool": "dspark.runtime.pool",
     "StopStrings": "dspark.runtime.stops",
     "load_drafter": "dspark.draft.checkpoint",
     "load_target": "dspark.runtime.loading",
