@@ -249,10 +249,10 @@ def play(machine: type[Requests], examples: int, steps: int) -> None:
 
 
 def test_any_sequence_of_operations_short():
-    play(Requests, 12, 15)
+    play(Requests, 10, 12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [Requests, RequestsOfKimiLinear])
 def test_any_sequence_of_operations(machine: type[Requests]):
-    play(machine, 150, 40)
+    play(machine, 50, 30)

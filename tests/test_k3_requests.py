@@ -23,7 +23,7 @@ from dspark.k3.snapshot import Snapshot
 from dspark.k3.storage import Kind, PrivateStorage
 from dspark_eval.live_bytes import LiveBytes
 from tests.k3_fresh import SMALL, Poisoned, assert_same, contents, prefill, shared
-from tests.k3_tiny import TINY, tiny_model, tiny_tokens
+from tests.k3_tiny import PLAIN, TINY, tiny_model, tiny_tokens
 
 SEVEN = torch.tensor(7)
 
@@ -534,6 +534,8 @@ def test_wrong_rows_and_wrong_kinds_are_named():
             held.put(row, single(3)[0])
         with pytest.raises(ValueError, match=missing):
             held.restore(row, single(3)[0].snapshot(0))
+    with pytest.raises(ValueError, match="of another configuration"):
+        shared(PLAIN)(tiny_tokens(3, 1), held)
     with pytest.raises(ValueError, match="a cache of one request, this one has 2"):
         held.put(0, fresh)
     with pytest.raises(TypeError, match="expected a K3 cache, got dict"):

@@ -193,10 +193,12 @@ class K3ForCausalLM(nn.Module):
             taps side by side in ascending layer id [B, T, N D] or None.
 
         Raises:
-            ValueError: a tap kind or layer id that this model does not have; left padding or a tree
-            without a cache; what ``cache.begin`` refuses.
+            ValueError: a tap kind or layer id that this model does not have; a cache of another
+            configuration; left padding or a tree without a cache; what ``cache.begin`` refuses.
         """
         self._check_taps(taps)
+        if cache is not None and cache.config is not self.config and cache.config != self.config:
+            raise ValueError("this cache is of a model of another configuration")
         if parents is not None:
             if cache is None:
                 raise ValueError("a tree of rows needs a cache that it can stay pending in")
