@@ -27,6 +27,7 @@ class K3Target:
     """
 
     supports_trees = True
+    notes: tuple[str, ...] = ()
 
     def __init__(
         self,

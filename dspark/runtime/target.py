@@ -143,6 +143,8 @@ class Target(Protocol):
     dtype: torch.dtype
     supports_trees: bool
     """Whether `forward` takes `parents`."""
+    notes: tuple[str, ...]
+    """What a user should know before measuring anything, a sentence each."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[...] int64 -> [..., D]."""

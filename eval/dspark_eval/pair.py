@@ -107,6 +107,7 @@ def load_pair(options: BenchOptions | EvalOptions | CalibrateOptions) -> Pair:
     drafter = load_drafter(options.draft, loaded.target, dtype=dtype, device=device)
     chat = trained_format(options.draft, config.target, loaded.tokenizer)
     warnings = [
+        *(f"target {loaded.target.name}: {note}" for note in loaded.target.notes),
         *identity_warnings(config.target, chat, same_tokenizer=same_tokenizer),
         *golden_warnings(options.draft, drafter.eval()),
     ]
