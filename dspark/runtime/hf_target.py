@@ -27,6 +27,8 @@ from dspark.runtime.target import Cache, TargetOutput
 from dspark.taps import TapSet
 
 _KINDS = ("full_attention", "sliding_attention")
+FULL = 0
+"""Stands for "no window" where None says that a layer keeps nothing."""
 
 
 class HFTarget:
@@ -42,7 +44,6 @@ class HFTarget:
     supports_trees = False
     tap_kinds: tuple[str, ...] = ("residual",)
     notes: tuple[str, ...] = ()
-    """What a user should know before measuring anything, a sentence each."""
 
     def __init__(
         self,
@@ -69,7 +70,7 @@ class HFTarget:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V] float32, scaled and capped as the model does."""
-        return self.parts.logits(hidden, slice(self.vocab_size)).clone()
+        return self.parts.logits(hidden, slice(self.vocab_size))
 
     def head(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
         """See `Target.head`."""
@@ -172,10 +173,6 @@ class RowTarget(HFTarget):
             return next(iter(masks.values()))
         by_window = {ring.window: mask for ring, mask in masks.items()}
         return {kind: by_window[window] for kind, window in self._kinds.items()}
-
-
-FULL = 0
-"""Stands for "no window" where None says that a layer keeps nothing."""
 
 
 def _windows(parts: HFModel) -> tuple[int | None, ...]:
