@@ -228,7 +228,7 @@ def test_every_option_of_eval_arrives(run: Run, caught: dict[str, Any]) -> None:
         "--draft d --target t --suite a b --prompts c.jsonl --n-prompts 3 --max-new-tokens 9 "
         "--draft-length 5 --temperature 0.5 --top-p 0.9 --top-k 4 --seed 7 --threads 1 "
         "--policy auto --bands --high 0.8 --low 0.2 --siblings 1 --verification block "
-        "--cost-model c.json "
+        "--cost-model c.json --profile "
         "--device cuda --dtype bfloat16 --out o --json"
     )
     code, out, _ = run("eval", *args.split())

@@ -301,3 +301,10 @@ def test_the_table_shows_the_first_mismatches(pair, capsys):
 
 def test_paths_are_not_required(tmp_path: Path) -> None:
     assert BenchOptions(draft=tmp_path).choice() == PolicyChoice()
+
+
+def test_eval_measures_step_times_too(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(step_times, "REPEATS", 1)
+    path = tmp_path / "here.json"
+    evaluate(pair, policy="throughput", profile=True, cost_model=path, n_prompts=1)
+    assert json.loads(path.read_text())["batches"][0]["batch"] == 1

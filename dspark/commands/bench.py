@@ -26,6 +26,7 @@ from dspark.commands.options import (
     TopK,
     TopP,
     UseBands,
+    UseProfile,
     UseRelaxed,
     Verification,
     default_draft,
@@ -52,12 +53,7 @@ def bench(
     verification: Verification = "token",
     relaxed: UseRelaxed = False,
     cost_model: CostModelFile = None,
-    profile: Annotated[
-        bool,
-        typer.Option(
-            "--profile", help="Measure step times first; they go where --cost-model says."
-        ),
-    ] = False,
+    profile: UseProfile = False,
     temperature: Annotated[
         list[float], typer.Option(help="One run for each value; 0 is greedy.")
     ] = [0.0],  # noqa: B006 - typer reads it, nobody changes it

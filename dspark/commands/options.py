@@ -52,6 +52,10 @@ CostModelFile = Annotated[
         "--cost-model", help="Step times; without it, cost_model.json in the drafter's folder."
     ),
 ]
+UseProfile = Annotated[
+    bool,
+    typer.Option("--profile", help="Measure step times first; they go where --cost-model says."),
+]
 PromptCount = Annotated[int, typer.Option(help="At most this many prompts of each set.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
 TopP = Annotated[float, typer.Option(help="Nucleus; 1 keeps every token.")]

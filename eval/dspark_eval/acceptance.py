@@ -62,7 +62,7 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
 def eval_pair(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> dict[str, Any]:
     """The JSON document for a pair that is loaded already: the setting, then each set by name."""
     sampling = options.sampling()
-    costs = _costs(pair, options)
+    costs = _costs(pair, suites, options)
     cost = None if costs is None else costs.model
     drafted = Drafted.of(options, pair.drafter, sampling, cost)
     results = {}
@@ -92,11 +92,18 @@ def eval_pair(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> dict
     }
 
 
-def _costs(pair: Pair, options: EvalOptions) -> Costs | None:
-    """The step times that the policy reads; None for one that reads none."""
-    if not options.reads_costs:
+def _costs(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> Costs | None:
+    """The step times that the policy reads, or that were asked for; None for neither."""
+    if not options.reads_costs and not options.profile:
         return None
-    return find_costs(pair, (), draft=options.draft, cost_model=options.cost_model, profile=False)
+    return find_costs(
+        pair,
+        pair.prompt_ids(suites[0]),
+        draft=options.draft,
+        cost_model=options.cost_model,
+        profile=options.profile,
+        quiet=options.quiet,
+    )
 
 
 def _confidence_warnings(pair: Pair, sampling: SamplingParams) -> list[str]:

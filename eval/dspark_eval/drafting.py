@@ -33,6 +33,7 @@ class Drafting:
     verification   "token" or "block"
     relaxed        also accept typical tokens: lossy
     cost_model     file of step times; None: `cost_model.json` beside the drafter, if there is one
+    profile        measure step times first, write them there and use them
     """
 
     draft_length: int | None = None
@@ -44,6 +45,7 @@ class Drafting:
     verification: str = "token"
     relaxed: bool = False
     cost_model: Path | None = None
+    profile: bool = False
 
     def check(self) -> None:
         """Raises UserError naming the option that is wrong."""
@@ -57,7 +59,7 @@ class Drafting:
                 f"--verification: expected {' or '.join(get_args(Method))}; got "
                 f"{self.verification!r}"
             )
-        if self.cost_model is not None and not (self.reads_costs or self.writes_costs):
+        if self.cost_model is not None and not (self.reads_costs or self.profile):
             raise UserError(f"--cost-model: policy {self.policy} reads no step times; leave it out")
         if self.relaxed and self.verification != "token":
             raise UserError("--relaxed: works with --verification token")
@@ -67,11 +69,6 @@ class Drafting:
     def reads_costs(self) -> bool:
         """Whether decisions rest on step times."""
         return self.policy.startswith("throughput") or self.policy == "auto"
-
-    @property
-    def writes_costs(self) -> bool:
-        """Whether step times are measured, and `cost_model` is where they go."""
-        return False
 
     def choice(self) -> PolicyChoice:
         """What was asked for, defaults filled in."""

@@ -25,6 +25,7 @@ from dspark_eval.report_notes import (
     policy_words,
     relaxed_label,
     relaxed_line,
+    stops_lines,
 )
 
 MINIMUM_WIDTH = 128  # pipes and CI logs report 80 columns or none; a wrapped table is unreadable
@@ -205,6 +206,8 @@ def print_calibration(document: dict[str, Any], path: str, console: Console | No
             highlight=False,
             soft_wrap=True,
         )
+        for line in stops_lines(report):
+            console.print(line, highlight=False, soft_wrap=True)
     console.print(
         "After the fit: on prompts not fitted on. A perfect forecast: what chance alone shows on "
         "as many rounds; more prompts lower it.",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dspark.runtime.cost_model import cost_model_from_dict
-from dspark_eval.cells import number, percent
+from dspark_eval.cells import number, percent, rate
 
 SHOWN_MISMATCHES = 3
 
@@ -70,6 +70,19 @@ def relaxed_label(run: Mapping[str, Any]) -> str:
     change = found["accuracy_change"]
     shift = "" if change is None else f", accuracy {100 * change:+.1f} points"
     return f"\nRELAXED: TV {found['tv_mean']:.4f}{shift}"
+
+
+def stops_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Thresholds that were fitted along with a confidence."""
+    stops = report["stops"]
+    if stops is None:
+        return
+    rates = ", ".join(f"{name} {rate(value)}" for name, value in stops["tokens_per_s"].items())
+    yield (
+        f"temperature {report['temperature']:g}: h_stop {stops['h_stop']:g}, s_stop "
+        f"{number(stops['s_stop'], 2)}, best constant length {stops['draft_length']}; modelled "
+        f"tokens/s {rates}; `auto` takes {stops['best']}"
+    )
 
 
 def cost_lines(extra: Mapping[str, Any]) -> Iterator[str]:

@@ -66,6 +66,8 @@ def _check_shared(options: BenchOptions | EvalOptions | CalibrateOptions) -> Non
         f"--dtype: expected one of {', '.join(DTYPES)}; got {options.dtype!r}",
     )
     check_device_name(options.device, "--device")
+    if options.profile:
+        _check_file("--cost-model", options.cost_model)
     if isinstance(options, Drafting):
         options.check()
 
@@ -84,7 +86,6 @@ class BenchOptions(Drafting):
 
     draft: folder of the drafter. target: "nano" or a checkpoint folder. prompts: a suite name or a
     JSONL file. temperature: one run for each value. draft_length: None = the drafter's block size.
-    profile: measure step times first, write them to `cost_model` and use them.
     repeats: times each prompt is measured. warmup: prompts decoded before the clock counts.
     peer: also measure transformers' `generate` on a `kimi_linear` model of equal shape.
     """
@@ -105,7 +106,6 @@ class BenchOptions(Drafting):
     device: str = "cpu"
     dtype: str = "float32"
     peer: bool = False
-    profile: bool = False
     json: Path | None = None
     plot: Path | None = None
     quiet: bool = False
@@ -118,17 +118,11 @@ class BenchOptions(Drafting):
         _check_temperatures(self.temperature)
         self.sampling()
         _check_file("--json", self.json)
-        if self.profile:
-            _check_file("--cost-model", self.cost_model)
         _check_file("--plot", self.plot)
         _require(
             self.plot is None or self.plot.suffix.lower() in PICTURES,
             f"--plot {self.plot}: expected a name that ends in {', '.join(PICTURES)}",
         )
-
-    @property
-    def writes_costs(self) -> bool:
-        return self.profile
 
     def sampling(self) -> tuple[SamplingParams, ...]:
         """The sampling parameters of each run, in the order asked for."""
@@ -215,8 +209,6 @@ class CalibrateOptions:
         for name, folder in (("--out", self.out), ("--sglang", self.sglang)):
             if folder is not None:
                 _check_folder(name, folder)
-        if self.profile:
-            _check_file("--cost-model", self.cost_model)
 
     @property
     def draft_length(self) -> int | None:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from dspark.files import atomic_write_json, atomic_write_text, prepare_folder
-from dspark.runtime.cost_model import CostModel
+from dspark.runtime.cost_model import COST_MODEL_FILE, CostModel
 from dspark.runtime.policies import Confidence, Entropy
 from dspark.runtime.policies.fitting import fit_stops
 from dspark.runtime.policies.replay import H_GRID, S_GRID, Blocks, Point, sweep
 from dspark.runtime.sampling import SamplingParams
-from dspark_eval.costs import COST_MODEL_FILE, find_costs
+from dspark_eval.costs import find_costs
 from dspark_eval.drafting import Drafted
 from dspark_eval.environment import describe_environment
 from dspark_eval.grading import confidence_warnings
