@@ -43,9 +43,12 @@ class RowLayer(CacheLayerMixin):
         return states.new_zeros(batch, heads, self.slots + 1, size)
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, cache_kwargs: Any = None, kwargs: Any = None
     ) -> tuple[Tensor, Tensor]:
-        """Write the block's rows [B, H, T, K] at their slots; return the slots of the mask."""
+        """Write the block's rows [B, H, T, K] at their slots; return the slots of the mask.
+
+        What models hand over besides (two names are in use) concerns caches of other kinds.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.write(self.at, key_states.transpose(1, 2), value_states.transpose(1, 2))
@@ -121,7 +124,7 @@ class Absent(CacheLayerMixin):
         raise RuntimeError("this layer was said to keep no keys and values")
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, cache_kwargs: Any = None, kwargs: Any = None
     ) -> tuple[Tensor, Tensor]:
         raise RuntimeError("this layer was said to keep no keys and values")
 

@@ -15,7 +15,7 @@ Letters: B batch, T rows, D hidden, V vocabulary, N taps.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -109,9 +109,12 @@ class HFModel:
         return self.rule(F.linear(hidden, self.weight[ids], bias))
 
     def run(
-        self, tokens: Tensor, cache: Any, taps: TapSet | None, **given: Any
+        self, tokens: Tensor, cache: Any, taps: TapSet | None, given: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, T] tokens -> hidden [B, T, D] and taps [B, T, N*D]; `cache` is a transformers one."""
+        """[B, T] tokens -> hidden [B, T, D] and taps [B, T, N*D]; `cache` is a transformers one.
+
+        `given` are further arguments of the decoder's forward.
+        """
         arguments: dict[str, Any] = {str(self.cache_word): cache, **given}
         with self._tapping(taps) as seen:
             out = self.decoder(input_ids=tokens, use_cache=True, return_dict=True, **arguments)

@@ -99,7 +99,7 @@ class ReplayTarget(HFTarget):
                 given["position_ids"] = at.unsqueeze(0)
             if self.parts.takes("cache_position"):
                 given["cache_position"] = at
-            outputs.append(self.parts.run(piece.unsqueeze(0), request.cache, taps, **given))
+            outputs.append(self.parts.run(piece.unsqueeze(0), request.cache, taps, given))
             request.length += len(piece)
         seen = [tap[0] for _, tap in outputs if tap is not None]
         return torch.cat([out[0] for out, _ in outputs]), torch.cat(seen) if seen else None

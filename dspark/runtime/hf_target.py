@@ -158,8 +158,7 @@ class RowTarget(HFTarget):
                 tokens,
                 cache.model_cache,
                 taps,
-                position_ids=block.positions,
-                attention_mask=self._mask(block.masks),
+                {"position_ids": block.positions, "attention_mask": self._mask(block.masks)},
             )
         except BaseException:
             cache.rollback()
