@@ -443,7 +443,9 @@ def test_ten_thousand_rounds_leave_nothing_behind():
             gc.collect()
             tensors = sum(issubclass(type(x), Tensor) for x in gc.get_objects())
             sizes.append((held.nbytes, tensors))
-    assert len(set(sizes)) == 1
+    bytes_held, tensors_alive = zip(*sizes, strict=True)
+    assert len(set(bytes_held)) == 1
+    assert max(tensors_alive) - min(tensors_alive) < 10  # some of the last round's are alive
     for row, text in enumerate(texts):
         assert_same(model, held, row, text, SEVEN)
 
