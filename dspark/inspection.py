@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from dspark.assets import asset
 from dspark.draft.calibration import Calibration
 from dspark.draft.checkpoint import empty_drafter, read_calibration
 from dspark.draft.config import DraftConfig
@@ -35,7 +34,7 @@ from dspark.interop.opening import Opened, open_drafter
 from dspark.interop.tensors import own_tensors
 from dspark.k3.config import K3Config
 from dspark.k3.cost import PassBytes, pass_bytes
-from dspark.runtime.loading import SHIPPED
+from dspark.runtime.loading import K3_KINDS, target_folder
 
 CONTEXTS = (4_096, 131_072, 1_048_576)
 _LAYER = re.compile(r"^layers\.\d+\.")
@@ -219,15 +218,15 @@ def _mean(values: Sequence[float | None]) -> str:
 
 def _target_config(name: str, opened: Opened) -> K3Config:
     """The target's configuration, which must be one that the drafter fits."""
-    home = asset(SHIPPED[name]) if name in SHIPPED else Path(name)
-    if not (home / CONFIG_FILE).is_file():
-        raise UserError(
-            f"--target {name}: no such target; expected {', '.join(SHIPPED)} or a folder with a "
-            f"{CONFIG_FILE}"
-        )
+    home = target_folder(name)
     raw = read_json(home / CONFIG_FILE)
     if not isinstance(raw, dict):
         raise UserError(f"{home / CONFIG_FILE}: a JSON object was expected")
+    if raw.get("model_type") not in K3_KINDS:
+        raise UserError(
+            f"--target {name}: bytes of a step are counted for {' and '.join(K3_KINDS)} only, not for "
+            f"{raw.get('model_type')}; leave --target out"
+        )
     decoder, config = K3Config.from_dict(raw), opened.config
     for key, found, wanted in (
         ("hidden_size", config.hidden_size, decoder.hidden_size),
