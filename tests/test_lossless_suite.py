@@ -23,6 +23,7 @@ from tests import laws
 from tests.laws import seeded
 
 
+@pytest.mark.timeout(1800)  # about a minute; a busy machine may take ten
 def test_the_short_form_passes_and_finds_every_planted_defect() -> None:
     report = run_suite(full=False)
     assert report.deviating == []
