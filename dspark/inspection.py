@@ -224,7 +224,7 @@ def _target_config(name: str, opened: Opened) -> K3Config:
         raise UserError(f"{home / CONFIG_FILE}: a JSON object was expected")
     if raw.get("model_type") not in K3_KINDS:
         raise UserError(
-            f"--target {name}: bytes of a step are counted for {' and '.join(K3_KINDS)} only, not for "
+            f"--target {name}: a step is counted for {' and '.join(K3_KINDS)} only, not for "
             f"{raw.get('model_type')}; leave --target out"
         )
     decoder, config = K3Config.from_dict(raw), opened.config
