@@ -200,7 +200,12 @@ def test_logits_and_taps_are_the_models_own(name: str, opened: Callable) -> None
     torch.testing.assert_close(target.logits(out.hidden), whole.logits, atol=2e-4, rtol=2e-4)
     some = torch.tensor([5, 99, 7])
     torch.testing.assert_close(target.head(some)(out.hidden), target.logits(out.hidden)[..., some])
-    states = torch.cat([whole.hidden_states[i + 1] for i in taps.layer_ids], dim=-1)
+    first = whole.hidden_states[0]  # what layer 0 reads; in older Mambas, what it has made of it
+    older = name.startswith("mamba") and not torch.equal(
+        first, target.embed(torch.tensor([prompt]))
+    )
+    before = 0 if older else 1
+    states = torch.cat([whole.hidden_states[i + before] for i in taps.layer_ids], dim=-1)
     torch.testing.assert_close(out.taps, states, atol=2e-4, rtol=2e-4)
 
 
