@@ -36,7 +36,7 @@ ADAPTIVE: dict[str, Callable[[], Policy]] = {
     "throughput": lambda: Throughput(cost=cost(4, 1, 8)),
     "throughput-packed": lambda: Throughput(cost=cost(4, 1, 8), packed=True),
     "throughput-delayed": lambda: Delayed(cost(4, 1, 8), batch=8),
-    "auto": lambda: Auto(Confidence(s_stop=0.3), rules=AutoSettings(4, 2, 2, 4, 16)),
+    "auto": lambda: Auto(Confidence(s_stop=0.3), rules=AutoSettings(2, 1, 2, 4, 16)),
     "bands": lambda: Bands(Throughput(cost=cost(4, 1, 8)), high=0.9, low=0.2),
 }
 

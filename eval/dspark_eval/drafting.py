@@ -14,7 +14,7 @@ from dspark.errors import UserError
 from dspark.runtime.cost_model import CostModel
 from dspark.runtime.decode import SpeculativeDecoder
 from dspark.runtime.judge import Method
-from dspark.runtime.policies import Policy
+from dspark.runtime.policies import Auto, Policy
 from dspark.runtime.policies.bands import HIGH, LOW, SIBLINGS
 from dspark.runtime.policies.choose import PolicyChoice, make_policy
 from dspark.runtime.proposal import Drafter
@@ -130,4 +130,5 @@ class Drafted:
 
     def length(self, block_size: int) -> int:
         """The most that a round drafts."""
-        return min(self.policy.fresh().draft_length(block_size), block_size)
+        policy = self.policy.inner if isinstance(self.policy, Auto) else self.policy
+        return min(policy.draft_length(block_size), block_size)

@@ -1,15 +1,21 @@
 """Speculate where it pays, decode plainly where it does not, and look again now and then.
 
-    speculating   after each `window` rounds:  pays  <=>  tokens / seconds > 1 / plain
-    plain         for `pause` steps, then `probe` rounds are speculated; if those do not pay, the
-                  next pause is twice as long, up to `longest_pause`; if they do, speculation is on
-                  again and the pause is back at its first length
-    plain         seconds of a plain step: a running mean of those taken, from the cost model until
-                  there is one; where neither is known, `gauge` plain steps are taken at first need
+    gain of a round = tokens - seconds / plain       in tokens: what plain decoding would have made
+                                                     in the same time, plain the seconds of a step
 
-Seconds are those of the rounds themselves, so that whatever else the machine does is in them. A
-request starts by speculating, and what was learnt of its text ends with it; how long a plain step
-takes is a fact of the machine and goes on to the next request.
+    speculating   until it stands `patience` tokens below the best it stood since it began
+    plain         for `pause` steps
+    probing       speculated rounds until they are `probe` tokens up, then it is speculating and the
+                  pause at its first length again, or as many down, then plain for twice as long,
+                  up to `longest_pause`
+    gauging       `gauge` plain steps before anything else, where no cost model and no request
+                  before has told how long one takes
+
+A round that accepts nothing loses a token or so, so that a few in a row end it, while text that
+pays gains far too much in between to come near. Seconds are those of the rounds themselves, with
+whatever else the machine does in them. `plain` is a running mean of the plain steps taken, from the
+cost model until there is one. A request starts by speculating, and what was learnt of its text ends
+with it; how long a plain step takes is a fact of the machine and goes on to the next request.
 """
 
 from __future__ import annotations
@@ -28,33 +34,29 @@ Mode = Literal["speculating", "gauging", "plain", "probing"]
 
 @dataclass(frozen=True)
 class AutoSettings:
-    """window, probe, gauge, pause, longest_pause  counts of rounds or plain steps, 1 or more
+    """patience, probe  tokens, above 0;  gauge, pause, longest_pause  plain steps, 1 or more
     weight  of a new plain step in the running mean
     """
 
-    window: int = 16
-    probe: int = 8
+    patience: float = 4.0
+    probe: float = 2.0
     gauge: int = 2
-    pause: int = 64
+    pause: int = 32
     longest_pause: int = 1024
     weight: float = 0.1
 
     def __post_init__(self) -> None:
-        counts = (self.window, self.probe, self.gauge, self.pause)
-        if min(counts) < 1 or self.longest_pause < self.pause or not 0 < self.weight <= 1:
+        least = min(self.patience, self.probe)
+        if not least > 0 or min(self.gauge, self.pause) < 1 or not 0 < self.weight <= 1:
             raise UserError(
-                "auto: expected window, probe, gauge and pause of 1 or more, longest_pause >= "
-                f"pause and 0 < weight <= 1; got {self}"
+                "auto: expected patience and probe above 0, gauge and pause of 1 or more and "
+                f"0 < weight <= 1; got {self}"
             )
-
-
-@dataclass
-class _Tally:
-    """Rounds since a decision."""
-
-    rounds: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
+        if self.longest_pause < self.pause:
+            raise UserError(
+                f"auto: expected longest_pause of at least pause {self.pause}, got "
+                f"{self.longest_pause}"
+            )
 
 
 @dataclass
@@ -88,9 +90,10 @@ class Auto:
     def __post_init__(self) -> None:
         if self.cost is not None and self.plain.seconds is None:
             self.plain.seconds = self.cost.plain_s()
-        self.mode: Mode = "speculating"
+        self.mode: Mode = "gauging" if self.plain.seconds is None else "speculating"
         self.pause = self.rules.pause
-        self._tally = _Tally()
+        self._steps = 0
+        self._gain = 0.0
 
     @property
     def siblings(self) -> int:
@@ -113,11 +116,10 @@ class Auto:
             self.plain.add(seconds, self.rules.weight)
         else:
             self.inner.observe(record)
-        if plainly == (self.mode in ("plain", "gauging")):  # the last token of an answer is plain
-            self._tally.rounds += 1
-            self._tally.tokens += record.emitted
-            self._tally.seconds += seconds
-            self._decide()
+        if plainly and self.mode in ("plain", "gauging"):
+            self._count()
+        elif not plainly and self.mode in ("speculating", "probing"):
+            self._judge(record.emitted, seconds)
 
     def bands(self, confidence: Sequence[float]) -> tuple[Band, ...]:
         return self.inner.bands(confidence)
@@ -129,32 +131,30 @@ class Auto:
         rules = {name: getattr(self.rules, name) for name in AutoSettings.__dataclass_fields__}
         return {"name": self.name, **rules, "inner": self.inner.settings()}
 
-    def _decide(self) -> None:
-        """At the end of a window, a pause or a probe: what comes next."""
-        rules, mode = self.rules, self.mode
-        ends = {
-            "speculating": rules.window,
-            "probing": rules.probe,
-            "gauging": rules.gauge,
-            "plain": self.pause,
-        }
-        if self._tally.rounds < ends[mode]:
-            return
-        if mode == "plain":
-            self._enter("probing")
-        elif mode == "gauging":
+    def _count(self) -> None:
+        """A plain step was taken: is it time to speculate?"""
+        self._steps += 1
+        if self.mode == "gauging" and self._steps >= self.rules.gauge:
             self._enter("speculating")
-        elif self.plain.seconds is None:
-            self._enter("gauging")
-        elif self._tally.tokens * self.plain.seconds > self._tally.seconds:
+        elif self.mode == "plain" and self._steps >= self.pause:
+            self._enter("probing")
+
+    def _judge(self, tokens: int, seconds: float) -> None:
+        """A round was speculated: does it go on?"""
+        assert self.plain.seconds is not None  # gauging comes first
+        rules, probing = self.rules, self.mode == "probing"
+        self._gain += tokens - seconds / self.plain.seconds
+        if not probing:
+            self._gain = min(self._gain, 0.0)  # what was gained before is no reason to go on
+        if probing and self._gain >= rules.probe:
             self.pause = rules.pause
             self._enter("speculating")
-        else:
-            self.pause = (
-                min(2 * self.pause, rules.longest_pause) if mode == "probing" else self.pause
-            )
+        elif self._gain <= -(rules.probe if probing else rules.patience):
+            if probing:
+                self.pause = min(2 * self.pause, rules.longest_pause)
             self._enter("plain")
 
     def _enter(self, mode: Mode) -> None:
         self.mode = mode
-        self._tally = _Tally()
+        self._steps = 0
+        self._gain = 0.0

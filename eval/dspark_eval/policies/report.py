@@ -24,7 +24,7 @@ from dspark_eval.drafting import Drafted
 from dspark_eval.environment import describe_environment
 from dspark_eval.grading import confidence_warnings
 from dspark_eval.pair import Pair, load_pair
-from dspark_eval.policies.arms import Arm, careful_threshold, make_arms
+from dspark_eval.policies.arms import Arm, careful_arm, make_arms
 from dspark_eval.policies.block import compare_methods
 from dspark_eval.policies.measure import collect_blocks, figures, run_arms
 from dspark_eval.policies.page import page
@@ -69,7 +69,7 @@ def run_report(options: ReportOptions) -> Path:
     fitting = _blocks(pair, held_out, sampling, options)
     cost = _costs(pair, pair.prompt_ids(held_out), options)
     stops = fit_stops(fitting, cost)
-    careful = careful_threshold(fitting, cost)
+    careful = careful_arm(fitting, cost)
     arms = make_arms(fitting.slots, stops, careful, cost, pair.target.supports_trees)
     results, sweeps = {}, {}
     for suite in sets:
@@ -84,7 +84,7 @@ def run_report(options: ReportOptions) -> Path:
         "max_new_tokens": options.max_new_tokens,
         "seed": options.seed,
         "timed_by": timed_by(pair.target.device),
-        "stops": {"h_stop": stops.h_stop, "s_stop": stops.s_stop, "careful": careful},
+        "stops": {"h_stop": stops.h_stop, "s_stop": stops.s_stop},
         "plain_s": cost.plain_s(),
         "step_times": {str(rows): value for rows, value in cost.step_times().items()},
         "break_even": {str(g): cost.break_even(g, 1 + g) for g in range(1, fitting.slots + 1)},
