@@ -322,3 +322,17 @@ def test_what_a_row_may_see_by_brute_force(data: st.DataObject) -> None:
             seen = {s for s, p in held.items() if s not in slot.values() and at - p < near}
             seen |= {slot[a] for a in chain[r] if at - (lengths[b] + len(chain[a]) - 1) < near}
             assert {s for s in range(width) if found[b, r, s]} == seen
+
+
+@pytest.mark.parametrize("name", ("gemma3", "mistral-window"))
+@pytest.mark.parametrize("sizes", [(60, 300), (300, 60)])
+def test_a_text_moves_between_caches_of_any_length(
+    name: str, sizes: tuple[int, int], opened: Callable
+) -> None:
+    """A window's layer is a ring in a long cache and a plain buffer in a short one."""
+    target, text = opened(name), _text(30)
+    alone, batch = target.new_cache(1, sizes[0]), target.new_cache(2, sizes[1])
+    assert alone._layers[0].ring != batch._layers[0].ring
+    target.forward(text[None], alone, commit=True)
+    batch.put(1, alone)
+    _check(target, batch, [text[:0], text])

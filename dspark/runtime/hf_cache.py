@@ -265,7 +265,7 @@ class RowCache:
 
     def _held(self, ring: Ring, length: int) -> Tensor:
         """Slots of the committed positions that a later row can see, oldest first."""
-        first = 0 if ring.capacity is None or ring.window is None else length - ring.window + 1
+        first = 0 if ring.window is None else length - ring.window + 1
         return ring.slot(torch.arange(max(0, first), length, device=self.device))
 
 
