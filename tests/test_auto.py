@@ -99,6 +99,15 @@ def test_the_last_token_of_an_answer_is_no_speculated_round():
     assert policy.mode == "plain"
 
 
+def test_a_row_with_nothing_left_to_draft_is_no_plain_step_where_its_batch_speculated():
+    """Its pass had the rows of the others: the seconds are those of a speculated round."""
+    policy = Auto(Fixed(), cost=cost(10, 1), rules=RULES)
+    policy.observe(RoundRecord(0, 0, 0, 1, 0, 0, 5.0, 0, (), (), rows=9))
+    assert policy.plain.measured == 0
+    policy.observe(RoundRecord(0, 0, 0, 1, 0, 0, 0.7, 0, (), (), rows=1))
+    assert policy.plain.seconds == pytest.approx(0.7)
+
+
 def test_wrong_rules_are_refused():
     with pytest.raises(UserError, match="patience"):
         AutoSettings(patience=0)

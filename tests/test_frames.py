@@ -20,7 +20,7 @@ from dspark.runtime.frame_report import Handle, Slot
 from dspark.runtime.frames import FrameScheduler
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.plain import plain_generate
-from dspark.runtime.policies import Bands, Confidence, Entropy, Fixed, Policy
+from dspark.runtime.policies import Bands, Confidence, Entropy, Fixed, Frontier, Policy
 from dspark.runtime.pool import PoolFull, StatePool
 from dspark.runtime.requests import Request
 from dspark.runtime.rules import Rules
@@ -406,3 +406,22 @@ def test_idle_seats_of_a_hybrid_target_do_not_reach_a_live_one() -> None:
     first, *others = _run(scheduler, [long, *beside])
     assert first.tokens == alone.tokens
     assert [handle.tokens for handle in others] == [_plain(target, each) for each in beside]
+
+
+def test_empty_seats_have_no_share_in_what_a_policy_decides(monkeypatch) -> None:
+    """A policy that gives out one budget sees the rows of texts alone."""
+    seen: list[int] = []
+
+    def plan(self: Confidence, frontier: Frontier) -> None:
+        seen.append(int(frontier.open.sum()))
+        frontier.extend_unseen(frontier.slots)
+
+    monkeypatch.setattr(Confidence, "plan", plan)
+    target, drafter = _pair()
+    scheduler = FrameScheduler(
+        target, drafter, max_length=42, slots=4, groups=1, policy=Confidence()
+    )
+    (handle,) = _run(scheduler, [Request([1, 2], 12, end_token_ids=())])
+    assert handle.finished
+    assert set(seen) <= {0, 1}
+    assert 1 in seen

@@ -324,7 +324,7 @@ def test_what_a_row_may_see_by_brute_force(data: st.DataObject) -> None:
             assert {s for s in range(width) if found[b, r, s]} == seen
 
 
-@pytest.mark.parametrize("name", ("gemma3", "mistral-window"))
+@pytest.mark.parametrize("name", ["gemma3", "mistral-window"])
 @pytest.mark.parametrize("sizes", [(60, 300), (300, 60)])
 def test_a_text_moves_between_caches_of_any_length(
     name: str, sizes: tuple[int, int], opened: Callable

@@ -197,7 +197,8 @@ class FrameGroup:
 
     def _judge(self, frame: Frame) -> None:
         rounds, proposal = self.rounds, frame.proposal
-        wished = plan_block(rounds.policy, proposal)
+        whole = torch.where(self.left > 0, proposal.tokens.shape[1], 0)  # idle rows have no wish
+        wished = plan_block(rounds.policy, proposal, whole)
         limits = torch.tensor(frame.sizes, device=self.left.device)
         limits = torch.minimum(limits, (self.left - 1).clamp(min=0))
         plan = Plan(torch.minimum(wished.lengths, limits), wished.siblings)

@@ -112,6 +112,8 @@ class Auto:
     def observe(self, record: RoundRecord) -> None:
         seconds = record.draft_s + record.verify_s + record.other_s
         plainly = record.drafted == 0
+        if plainly and record.target_rows > 1:
+            return  # a row with nothing left to draft, in a batch that speculated
         if plainly:
             self.plain.add(seconds, self.rules.weight)
         else:
