@@ -17,6 +17,7 @@ from dspark.runtime.policies import (
     Policy,
     Throughput,
 )
+from dspark.runtime.policies.auto import RunningTime, Times
 from dspark.runtime.policies.fitting import fit_stops
 from dspark.runtime.policies.replay import Blocks, best, replay, sweep, whole_blocks
 from dspark.runtime.records import CORRECTED, RoundRecord
@@ -141,7 +142,7 @@ def test_a_sweep_trades_accepted_length_for_acceptance():
     [
         lambda: Throughput(cost=COST),
         lambda: Delayed(COST),
-        lambda: Auto(Confidence(s_stop=0.4), COST),  # which tells it what a plain step takes
+        lambda: Auto(Confidence(s_stop=0.4), times=Times(RunningTime(10.0), RunningTime(14.0))),
     ],
     ids=["throughput", "delayed", "auto"],
 )

@@ -34,7 +34,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class BatchCosts:
-    """Seconds at one batch size: medians over real passes.
+    """Seconds at one batch size, of real passes.
 
     draft   slots drafted -> seconds
     verify  rows of each request -> seconds, 1 row among them

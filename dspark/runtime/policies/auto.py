@@ -1,21 +1,21 @@
 """Speculate where it pays, decode plainly where it does not, and look again now and then.
 
-    gain of a round = tokens - seconds / plain       in tokens: what plain decoding would have made
-                                                     in the same time, plain the seconds of a step
+    gain of a round = tokens - round / plain      in tokens: what plain decoding would have made in
+                                                  the same time; means of the seconds of each
 
     speculating   until it stands `patience` tokens below the best it stood since it began
     plain         for `pause` steps
     probing       speculated rounds until they are `probe` tokens up, then it is speculating and the
                   pause at its first length again, or as many down, then plain for twice as long,
                   up to `longest_pause`
-    gauging       `gauge` plain steps before anything else, where no cost model and no request
-                  before has told how long one takes
+    gauging       `gauge` plain steps before anything else, where no request before has told how
+                  long one takes
 
 A round that accepts nothing loses a token or so, so that a few in a row end it, while text that
-pays gains far too much in between to come near. Seconds are those of the rounds themselves, with
-whatever else the machine does in them. `plain` is a running mean of the plain steps taken, from the
-cost model until there is one. A request starts by speculating, and what was learnt of its text ends
-with it; how long a plain step takes is a fact of the machine and goes on to the next request.
+pays gains far too much in between to come near. Both times are measured here and now, not read from
+a file: on a busy machine both are longer. They are running means in which one value counts for
+twice the mean at most, so that a single stall decides nothing. A request starts by speculating, and
+what was learnt of its text ends with it; how long a step takes here goes on to the next request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dspark.errors import UserError
-from dspark.runtime.cost_model import CostModel
 from dspark.runtime.policies.frontier import Frontier, Policy
 from dspark.runtime.records import Band, RoundRecord
 
@@ -35,7 +34,7 @@ Mode = Literal["speculating", "gauging", "plain", "probing"]
 @dataclass(frozen=True)
 class AutoSettings:
     """patience, probe  tokens, above 0;  gauge, pause, longest_pause  plain steps, 1 or more
-    weight  of a new plain step in the running mean
+    weight  of a new time in a running mean
     """
 
     patience: float = 4.0
@@ -59,38 +58,46 @@ class AutoSettings:
             )
 
 
+STALL = 2.0
+"""What a single time may count for, in means."""
+
+
 @dataclass
-class PlainStep:
-    """Seconds of a plain step: shared by all requests of one policy."""
+class RunningTime:
+    """A running mean of seconds that a single stall cannot move far; None before the first."""
 
     seconds: float | None = None
-    measured: int = 0
 
     def add(self, seconds: float, weight: float) -> None:
-        old = self.seconds if self.measured else None
-        self.seconds = seconds if old is None else old + weight * (seconds - old)
-        self.measured += 1
+        mean = self.seconds
+        capped = seconds if mean is None else min(seconds, STALL * mean)
+        self.seconds = capped if mean is None else mean + weight * (capped - mean)
+
+
+@dataclass
+class Times:
+    """Of a plain step and of a speculated round, on this machine: shared by all requests."""
+
+    plain: RunningTime = field(default_factory=RunningTime)
+    round: RunningTime = field(default_factory=RunningTime)
 
 
 @dataclass
 class Auto:
     """`inner` or plain decoding, whichever is faster.
 
-    inner     the policy that speculates
-    cost      gives the first idea of a plain step; None: it is measured
+    inner  the policy that speculates
     """
 
     inner: Policy
-    cost: CostModel | None = None
     rules: AutoSettings = field(default_factory=AutoSettings)
-    plain: PlainStep = field(default_factory=PlainStep)
+    times: Times = field(default_factory=Times)
 
     name = "auto"
 
     def __post_init__(self) -> None:
-        if self.cost is not None and self.plain.seconds is None:
-            self.plain.seconds = self.cost.plain_s()
-        self.mode: Mode = "gauging" if self.plain.seconds is None else "speculating"
+        known = self.times.plain.seconds is not None
+        self.mode: Mode = "speculating" if known else "gauging"
         self.pause = self.rules.pause
         self._steps = 0
         self._gain = 0.0
@@ -114,20 +121,20 @@ class Auto:
         plainly = record.drafted == 0
         if plainly and record.target_rows > 1:
             return  # a row with nothing left to draft, in a batch that speculated
-        if plainly:
-            self.plain.add(seconds, self.rules.weight)
-        else:
+        times = self.times.plain if plainly else self.times.round
+        times.add(seconds, self.rules.weight)
+        if not plainly:
             self.inner.observe(record)
         if plainly and self.mode in ("plain", "gauging"):
             self._count()
         elif not plainly and self.mode in ("speculating", "probing"):
-            self._judge(record.emitted, seconds)
+            self._judge(record.emitted)
 
     def bands(self, confidence: Sequence[float]) -> tuple[Band, ...]:
         return self.inner.bands(confidence)
 
     def fresh(self) -> Auto:
-        return Auto(self.inner.fresh(), self.cost, self.rules, self.plain)
+        return Auto(self.inner.fresh(), self.rules, self.times)
 
     def settings(self) -> dict[str, Any]:
         rules = {name: getattr(self.rules, name) for name in AutoSettings.__dataclass_fields__}
@@ -141,11 +148,13 @@ class Auto:
         elif self.mode == "plain" and self._steps >= self.pause:
             self._enter("probing")
 
-    def _judge(self, tokens: int, seconds: float) -> None:
+    def _judge(self, tokens: int) -> None:
         """A round was speculated: does it go on?"""
-        assert self.plain.seconds is not None  # gauging comes first
+        spent, plain = self.times.round.seconds, self.times.plain.seconds
+        assert spent is not None  # this round's at least
+        assert plain is not None  # gauging comes first
         rules, probing = self.rules, self.mode == "probing"
-        self._gain += tokens - seconds / self.plain.seconds
+        self._gain += tokens - spent / plain
         if not probing:
             self._gain = min(self._gain, 0.0)  # what was gained before is no reason to go on
         if probing and self._gain >= rules.probe:

@@ -80,7 +80,7 @@ def make_policy(
     if choice.bands:
         policy = Bands(policy, choice.high, choice.low, choice.siblings, choice.limits["min_draft"])
     if choice.name == "auto":
-        policy = Auto(policy, cost)
+        policy = Auto(policy)
     if policy.needs_confidence and not has_confidence:
         asked = "--bands" if choice.bands else f"--policy {choice.name}"
         raise UserError(f"{asked}: the drafter has no confidence head; use fixed or entropy")

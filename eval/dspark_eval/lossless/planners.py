@@ -25,6 +25,7 @@ from dspark.runtime.policies import (
     Throughput,
     plan_block,
 )
+from dspark.runtime.policies.auto import RunningTime, Times
 from dspark.runtime.records import Plan, Proposal
 
 SIBLINGS = 2
@@ -45,6 +46,9 @@ _COSTS = CostModel(
 )
 """A step-time curve on which the last positions are worth it for some confidences only."""
 
+_KNOWN = Times(RunningTime(1.0), RunningTime(1.0))
+"""A clock that `auto` need not measure first, so that it speculates from the first token on."""
+
 POLICIES: dict[str, Callable[[], Policy]] = {
     "fixed": lambda: Fixed(3),
     "entropy": lambda: Entropy(min_draft=0, h_stop=2.4),
@@ -52,7 +56,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "throughput": lambda: Throughput(min_draft=0, cost=_COSTS),
     "throughput-packed": lambda: Throughput(min_draft=1, cost=_COSTS, packed=True),
     "throughput-delayed": lambda: Delayed(_COSTS, start=(0.8, 0.7, 0.3), limits=(1, None)),
-    "auto": lambda: Auto(Confidence(min_draft=1, s_stop=0.3), _COSTS),
+    "auto": lambda: Auto(Confidence(min_draft=1, s_stop=0.3), times=_KNOWN),
 }
 """Settings under which each of them cuts some blocks and not others, as early as it may."""
 

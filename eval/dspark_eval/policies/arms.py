@@ -40,13 +40,13 @@ def make_arms(
     arms.append(Arm(f"entropy {stops.h_stop:g}", Entropy(h_stop=stops.h_stop)))
     arms += [] if careful is None else [careful]
     if stops.s_stop is None:
-        return [*arms, Arm("auto (entropy)", Auto(Entropy(h_stop=stops.h_stop), cost))]
+        return [*arms, Arm("auto (entropy)", Auto(Entropy(h_stop=stops.h_stop)))]
     arms += [
         Arm(f"confidence {stops.s_stop:g}", Confidence(s_stop=stops.s_stop)),
         Arm("throughput", Throughput(cost=cost)),
         Arm("throughput-delayed", Delayed(cost)),
-        Arm("auto (entropy)", Auto(Entropy(h_stop=stops.h_stop), cost)),
-        Arm("auto (throughput)", Auto(Throughput(cost=cost), cost)),
+        Arm("auto (entropy)", Auto(Entropy(h_stop=stops.h_stop))),
+        Arm("auto (throughput)", Auto(Throughput(cost=cost))),
     ]
     if has_trees:
         arms.append(Arm("throughput, bands", Bands(Throughput(cost=cost), low=0.0)))
