@@ -7,11 +7,11 @@
     other        verdict, commit, and feeding the taps of what was accepted to the drafter
 
 Lower quartiles: what else a machine does makes a pass longer, never shorter. In every repeat, on
-other prompts, all lengths run in turn before the next repeat does, so that a machine that slows down
-slows all alike; the first repeat is thrown away. A batch is that
-many prompts cut to the length of the shortest; its rounds verify chains, since a tree's rows cost
-what a chain's do. One thread on a CPU is timed by the processor time it was given, which equals
-wall time on an idle machine and does not count what else runs on a busy one; all else by the wall.
+other prompts, all lengths run in turn before the next repeat does, so that a machine that slows
+down slows all alike; the first repeat is thrown away. A batch is that many prompts cut to the
+length of the shortest; its rounds verify chains, since a tree's rows cost what a chain's do. One
+thread on a CPU is timed by the processor time it was given, which equals wall time on an idle
+machine and does not count what else runs on a busy one; all else by the wall.
 
 Letters: b batch, g draft length, n rows of a request.
 """
