@@ -425,3 +425,17 @@ def test_empty_seats_have_no_share_in_what_a_policy_decides(monkeypatch) -> None
     assert handle.finished
     assert set(seen) <= {0, 1}
     assert 1 in seen
+
+
+def test_the_draft_context_is_fed_along_the_accepted_path() -> None:
+    """Whatever was accepted, siblings too, the drafter has read what the target has committed."""
+    target, drafter = _pair()
+    policy = Bands(Fixed(), 0.95, 0.0, 2, 1)
+    scheduler = FrameScheduler(target, drafter, max_length=42, slots=2, policy=policy)
+    handles = [scheduler.submit(request) for request in _requests(10, seed=4)]
+    while scheduler.busy:
+        scheduler.step()
+        for group in scheduler._groups:
+            assert group.context.rows == group.cache.rows
+    rounds = [r for handle in handles for r in handle.text.rounds]
+    assert any(r.sibling for r in rounds)

@@ -290,6 +290,14 @@ def test_bands_by_hand():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("least", [0, 1, 2])
+def test_a_low_band_cuts_right_behind_the_shortest_draft(least):
+    low = Proposal(
+        torch.zeros(1, 4, dtype=torch.int64), None, torch.full((1, 4), 0.1), torch.ones(1, 4)
+    )
+    assert plan_block(Bands(Fixed(), min_draft=least), low).lengths.tolist() == [least]
+
+
 def test_bands_leave_the_rest_to_the_policy_below():
     block = proposal(rows([0.95, 0.8, 0.8, 0.8, 0.8]))
     plan = plan_block(Bands(Confidence(s_stop=0.5), count=3), block)
