@@ -233,6 +233,8 @@ def test_a_request_stopped_between_draft_and_verify_leaves_no_trace(steps: int) 
     after = scheduler.submit(late)
     scheduler.run()
     assert handles[1].tokens == said == _plain(target, requests[1])[: len(said)]
+    with pytest.raises(UserError, match="cancelled"):
+        handles[1].generation()
     for n in (0, 2, 3):
         assert handles[n].tokens == _plain(target, requests[n])
     assert after.tokens == _plain(target, late)

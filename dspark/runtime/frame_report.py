@@ -63,9 +63,12 @@ class Handle:
         return self.text.finished or self.cancelled or self.error is not None
 
     def generation(self) -> Generation:
-        """The finished text. Raises what ended it, if that was an error."""
+        """The finished text. Raises what ended it, if that was an error, and UserError if it was
+        cancelled."""
         if self.error is not None:
             raise self.error
+        if self.cancelled:
+            raise UserError("this request was cancelled: it has `tokens`, but no finished text")
         return self.text.generation(self._decoding - self._seated, self._ended - self._decoding)
 
 

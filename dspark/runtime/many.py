@@ -5,9 +5,9 @@ waits takes that seat, and when nobody waits the batch shrinks. Its draws are it
 depends on itself alone, so its text does not depend on who sits beside it: in float32 its logits
 are those of another shape of the same products, equal to rounding, its tokens the same.
 
-A policy that shares one budget among the rows (`throughput`, `auto`) is the exception that its own
-page names: there a neighbour may change where a block is cut, which keeps the law and not the
-sample.
+A policy that shares one budget among the rows (`throughput`) or learns from all of them
+(`throughput-delayed`, `auto`) is the exception that its own page names: there a neighbour may
+change where a block is cut, which keeps the law and not the sample.
 """
 
 from __future__ import annotations
