@@ -413,6 +413,13 @@ def test_the_delayed_length_moves_as_stated_and_a_new_request_starts_from_the_st
     assert policy.survival[0] == pytest.approx(1 - 0.95 * 0.5**6, abs=0.02)
 
 
+def test_a_round_without_a_draft_teaches_nothing():
+    """A row at its last token beside others: the first round stays as long as a round may be."""
+    policy = Delayed(cost(4, 1))
+    policy.observe(record([]))
+    assert policy.length(8) == 8
+
+
 def test_short_rounds_teach_the_positions_they_drafted():
     policy = Delayed(cost(4, 1), start=(0.8, 0.5, 0.5), weight=0.5)
     policy.observe(record([0.4]))

@@ -182,6 +182,8 @@ class Delayed:
         frontier.extend_unseen(self.length(frontier.slots))
 
     def observe(self, record: RoundRecord) -> None:
+        if record.drafted == 0:
+            return  # nothing was seen, in a first round too
         seen = _products(record.confidence)
         known = self.survival or []
         mixed = [old + self.weight * (new - old) for old, new in zip(known, seen, strict=False)]
