@@ -49,6 +49,8 @@ def test_tokens_of_a_shorter_cut_by_hand():
     assert two.acceptance_rate == 6 / 8
     assert (two.drafted, two.verified, two.rows) == (2, 2, 3)
     assert two.tokens_per_s == pytest.approx(10 / (4 * (1 + 1 / 3 + 12)))
+    three = replay(Fixed(3), blocks, COST)  # 1 + 3 + 4 + 3: an end token has no bonus after it
+    assert three.accepted_length == 11 / 4
     four = replay(Fixed(4), blocks, COST)
     assert four.accepted_length == 12 / 4
     assert four.acceptance_rate == 9 / 15
