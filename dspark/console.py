@@ -3,15 +3,17 @@
     0    done                          2    wrong option or input (`UserError`)
     1    the command's own verdict     130  Ctrl-C; the line says how to go on
 
-Anything else is a defect of ours and keeps its traceback.
+Anything else is a defect of ours and keeps its traceback. A warning is one line too, without the
+place in the code that gave it.
 """
 
 from __future__ import annotations
 
 import shlex
+import warnings
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 
@@ -40,7 +42,9 @@ def run(app: typer.Typer, args: Sequence[str]) -> int:
         if not value:  # as a path it would mean the folder one stands in
             return _fail(f"{name}: got an empty value; is a shell variable unset?")
     try:
-        code = app(spread_values(args), prog_name="dspark", standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            code = app(spread_values(args), prog_name="dspark", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted(args)
     except _UsageError as error:
@@ -81,6 +85,19 @@ def _fail(message: str) -> int:
     typer.secho("error: ", fg=typer.colors.RED, err=True, nl=False)
     typer.echo(" ".join(message.split()), err=True)
     return 2
+
+
+def _warn(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """In place of `warnings.showwarning`: what is said, and not which line of ours says it."""
+    kind = "warning" if category is UserWarning else category.__name__
+    typer.echo(f"{kind}: {' '.join(str(message).split())}", file=file, err=file is None)
 
 
 def _interrupted(args: Sequence[str]) -> int:

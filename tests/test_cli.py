@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import dspark_eval.acceptance
 import dspark_eval.bench
 import dspark_eval.calibrate
 from dspark import cli, console
+from dspark.errors import UserError
 from dspark_eval.settings import BenchOptions, CalibrateOptions, EvalOptions
 
 REPO = Path(__file__).resolve().parent.parent
@@ -397,3 +399,14 @@ def test_a_key_given_twice_is_refused(run: Run, caught: dict[str, Any]) -> None:
     assert code == 2
     assert "train.max_steps is given twice" in err
     assert not caught
+
+
+def test_a_warning_is_one_line_without_our_code(run: Run, monkeypatch: pytest.MonkeyPatch):
+    def warn(options: EvalOptions) -> dict[str, Any]:
+        warnings.warn("the folder has\nno chat template", stacklevel=1)
+        raise UserError("and nothing else")
+
+    monkeypatch.setattr(dspark_eval.acceptance, "run_eval", warn)
+    code, out, err = run("eval", "--draft", "x")
+    assert (code, out) == (2, "")
+    assert err == "warning: the folder has no chat template\nerror: and nothing else\n"

@@ -381,6 +381,7 @@ def test_an_end_token_has_no_text_even_if_it_is_an_ordinary_word() -> None:
         ([QUESTION, "--draft", "x", "--policy", "best"], "--policy: expected one of fixed"),
         ([QUESTION, "--draft", "x", "--verification", "all"], "--verification: expected token or"),
         ([QUESTION, "--draft", "x", "--siblings", "-1"], "--siblings: expected 0 or more"),
+        ([QUESTION, "--draft", "x", "--siblings", "65"], "--siblings: expected at most 64"),
         ([QUESTION, "--draft", "x", "--cost-model", "c"], "policy fixed reads no step times"),
         ([QUESTION, "--draft", "x", "--svg", "a.svg"], "--svg: a picture of --show-draft"),
         ([QUESTION, "--draft", "x", "--show-draft", "--json"], "--json: prints one document"),

@@ -24,6 +24,8 @@ from dspark.runtime.records import Band, RoundRecord
 
 HIGH, LOW, SIBLINGS = 0.9, 0.3, 2
 """Thresholds on the calibrated confidence, and the siblings of a mid position."""
+MOST_SIBLINGS = 64
+"""More at a position make a pass of hundreds of rows: minutes where a plain step takes moments."""
 MIN_DRAFT = 2
 
 
@@ -43,7 +45,7 @@ class Bands:
 
     inner      decides how far, within what the bands leave
     high, low  thresholds on c_k, 0 <= low <= high <= 1
-    count      siblings of a mid position
+    count      siblings of a mid position, 0 to MOST_SIBLINGS
     min_draft  positions that are never cut for a low confidence
     """
 
@@ -60,10 +62,10 @@ class Bands:
             raise UserError(
                 f"bands: expected 0 <= low <= high <= 1, got low {self.low} and high {self.high}"
             )
-        if self.count < 0 or self.min_draft < 0:
+        if not 0 <= self.count <= MOST_SIBLINGS or self.min_draft < 0:
             raise UserError(
-                f"bands: expected 0 or more siblings and min_draft, got {self.count} and "
-                f"{self.min_draft}"
+                f"bands: expected 0..{MOST_SIBLINGS} siblings and a min_draft of 0 or more, got "
+                f"{self.count} and {self.min_draft}"
             )
 
     @property

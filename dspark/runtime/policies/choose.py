@@ -16,7 +16,7 @@ from dspark.draft.calibration import Calibration, Stops
 from dspark.errors import UserError
 from dspark.runtime.cost_model import CostModel
 from dspark.runtime.policies.auto import Auto
-from dspark.runtime.policies.bands import HIGH, LOW, SIBLINGS, Bands
+from dspark.runtime.policies.bands import HIGH, LOW, MOST_SIBLINGS, SIBLINGS, Bands
 from dspark.runtime.policies.confidence import Confidence
 from dspark.runtime.policies.entropy import Entropy
 from dspark.runtime.policies.fixed import Fixed
@@ -53,6 +53,8 @@ class PolicyChoice:
             raise UserError(f"--policy: expected one of {', '.join(POLICIES)}; got {self.name!r}")
         if self.draft_length is not None and self.draft_length < 1:
             raise UserError(f"--draft-length: expected 1 or more; got {self.draft_length}")
+        if self.siblings > MOST_SIBLINGS:
+            raise UserError(f"--siblings: expected at most {MOST_SIBLINGS}; got {self.siblings}")
 
     @property
     def limits(self) -> dict[str, Any]:
