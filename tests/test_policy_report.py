@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from dspark.runtime.policies.choose import PolicyChoice, make_policy
+from dspark.runtime.sampling import SamplingParams
 from dspark_eval import step_times
 from dspark_eval.policies import report
 from dspark_eval.policies.__main__ import main
 from dspark_eval.policies.measure import Runs, figures
 from dspark_eval.policies.page import targets
 from dspark_eval.policies.sets import WRITING, prompt_sets
+from dspark_eval.report_notes import policy_words
 from tests.test_policies import cost
 from tests.tiny_pair import BLOCK_SIZE, write_pair
 
@@ -112,3 +115,14 @@ def test_a_missing_drafter_is_one_line(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["--out", str(tmp_path / "x"), "--draft", str(tmp_path / "no")]) == 2
     assert "dspark_eval.policies: " in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+def test_a_headline_names_the_bands_wherever_they_lie() -> None:
+    """`auto` carries them inside the policy it speculates with."""
+    choice = PolicyChoice("auto", draft_length=5, bands=True, high=0.8, low=0.2, siblings=1)
+    settings = {**make_policy(choice, SamplingParams()).settings(), "draft_length": 5}
+    run = {"policy": "auto", "policy_settings": settings, "verification": "token"}
+    assert policy_words(run) == (
+        "auto, around entropy, h_stop 1, at most 5, bands at 0.8 and 0.2 with 1 siblings, "
+        "token verification"
+    )

@@ -14,11 +14,12 @@ SHOWN_MISMATCHES = 3
 def policy_words(run: Mapping[str, Any]) -> str:
     """The policy with its settings, in a few words."""
     settings = dict(run["policy_settings"])
-    length, bands = settings["draft_length"], settings.get("bands")
+    length, inner = settings["draft_length"], settings.get("inner", {})
+    bands = settings.get("bands", inner.get("bands"))
     words = [run["policy"]]
-    words += [f"around {settings['inner']['name']}"] if "inner" in settings else []
+    words += [f"around {inner['name']}"] if inner else []
     for name in ("h_stop", "s_stop"):
-        value = settings.get(name, settings.get("inner", {}).get(name))
+        value = settings.get(name, inner.get(name))
         words += [] if value is None else [f"{name} {value:g}"]
     words += [f"at most {length}" if run["policy"] != "fixed" else f"{length}"]
     if bands is not None:
