@@ -13,8 +13,8 @@ from dspark.draft.model import DSparkDrafter
 from dspark.draft.shapes import KDAShape
 from dspark.files import read_json
 from dspark.runtime.decode import SpeculativeDecoder
-from dspark.runtime.policies import Fixed
 from dspark.runtime.loading import load_target
+from dspark.runtime.policies import Fixed
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval.acceptance import run_eval
 from dspark_eval.drafting import Drafted
@@ -128,9 +128,7 @@ def test_prompts_read_together_are_answered_as_if_read_alone(
     alone = SpeculativeDecoder(target, drafter)
     for index in (0, 2, 1, 0):
         together = decode(prompts[index], index)
-        expected = alone.generate(
-            prompts[index], seed=index, draft_length=BLOCK_SIZE, **settings
-        )
+        expected = alone.generate(prompts[index], seed=index, draft_length=BLOCK_SIZE, **settings)
         assert together.tokens == expected.tokens
         for read, whole in zip(together.rounds, expected.rounds, strict=True):
             assert (read.accepted, read.emitted) == (whole.accepted, whole.emitted)

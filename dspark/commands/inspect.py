@@ -30,9 +30,7 @@ def inspect(
     ] = None,
     cost_table: Annotated[
         Path | None,
-        typer.Option(
-            help="Measured step times: from `dspark bench --profile` or `bench --json`."
-        ),
+        typer.Option(help="Measured step times: from `dspark bench --profile` or `bench --json`."),
     ] = None,
     context: Annotated[
         list[int] | None,

@@ -49,15 +49,17 @@ class Sent:
         if plan is not None:
             lengths = torch.minimum(plan.lengths, lengths)
         none = tokens.new_empty(*tokens.shape, 0)
-        has = rows is not None and proposal.siblings is not None
+        siblings, sibling_rows = none, none
+        if rows is not None and proposal.siblings is not None:
+            siblings, sibling_rows = proposal.siblings[:, :count], rows.sibling_rows
         return cls(
             tokens=tokens,
             probs=None if probs is None else probs[:, :count],
             confidence=None if confidence is None else confidence[:, :count],
             lengths=lengths,
             inside=torch.arange(count, device=tokens.device) < lengths.unsqueeze(1),
-            siblings=proposal.siblings[:, :count] if has else none,
-            sibling_rows=rows.sibling_rows if has else none,
+            siblings=siblings,
+            sibling_rows=sibling_rows,
         )
 
     @property

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dspark.runtime import judge, proposal
+from dspark.runtime.block_verify import block_chances
 from dspark.runtime.records import Plan, Proposal
 from dspark.runtime.sampling import SamplingParams, draw_at
 from dspark.runtime.siblings import Ladder, ladder, next_best
@@ -125,12 +126,9 @@ def _against_p(residual: Tensor, q: Tensor, primary: Tensor, *rest: Any) -> Ladd
     return ladder(residual, q, primary.new_full(primary.shape, q.shape[1] - 1), *rest)
 
 
-_block_chances = judge.block_chances
-
-
 def _behind_the_cut(p: Tensor, q: Tensor, weights: Tensor, lengths: Tensor) -> Tensor:
     """h_L by the formula for i < L, with a q_{L+1} that was drawn and not sent."""
-    chances = _block_chances(p, q, weights, torch.full_like(lengths, q.shape[1]))
+    chances = block_chances(p, q, weights, torch.full_like(lengths, q.shape[1]))
     position = torch.arange(1, q.shape[1] + 1)
     return torch.where(position <= lengths.unsqueeze(1), chances, 0.0)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.judge import Method
-from dspark.runtime.proposal import propose
+from dspark.runtime.proposal import Drafter, propose
 from dspark.runtime.records import Plan, Proposal, Verdict
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.tree import build_rows
@@ -77,7 +78,7 @@ def _draft(tables: Tables, head: DraftHead, setup: Setup, generator: torch.Gener
         blank = torch.empty(len(tables.variant), 0)
         return Proposal(blank.long(), None, blank, blank)
     return propose(
-        tables,
+        cast(Drafter, tables),  # never extended: it has no context
         head,
         None,
         tables.anchor,

@@ -136,7 +136,7 @@ def run_suite(
     found: dict[tuple[Kind, int], Outcome] = {}
     if workers == 1:
         for task in tasks:
-            found[task] = _run(*task, full, seed, draws)
+            found[task] = _run(task, (full, seed, draws))
             advance(found[task].name)
     else:
         _spread(tasks, found, (full, seed, draws), workers, advance)
@@ -157,14 +157,15 @@ def _spread(
     # Spawned, not forked: torch's threads do not survive a fork.
     with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         running: dict[Future[Outcome], tuple[Kind, int]] = {
-            pool.submit(_run, *task, *options): task for task in order
+            pool.submit(_run, task, options): task for task in order
         }
         for done in as_completed(running):
             found[running[done]] = done.result()
             advance(done.result().name)
 
 
-def _run(kind: Kind, index: int, full: bool, seed: int, draws: int) -> Outcome:
+def _run(task: tuple[Kind, int], options: tuple[bool, int, int]) -> Outcome:
+    (kind, index), (full, seed, draws) = task, options
     if kind == "case":
         return run_case(grid(full)[index], seed, draws)
     if kind == "model":

@@ -65,8 +65,10 @@ class World:
             )
             for shift in shifts.tolist()
         ]
-        tables = [torch.stack(column) for column in zip(*rolled, strict=True)]
-        return cls(*tables[:3], _confidence(), tables[3], shifts)
+        targets, all_slots, biases, all_classes = (
+            torch.stack(column) for column in zip(*rolled, strict=True)
+        )
+        return cls(targets, all_slots, biases, _confidence(), all_classes, shifts)
 
     @classmethod
     def greedy(cls, seed: int, variants: int) -> World:
