@@ -6,7 +6,7 @@ VENV ?= .venv
 DEMO_VENV ?= .venv-demo
 DEMO_RUN ?= runs/demo
 DEMO_PRUNED ?= $(DEMO_RUN)-pruned
-# One single-threaded process per core trains fastest: the matrices are small.
+# One single-threaded process per core is fastest, for training and for tests: matrices are small.
 PROCESSES ?= 2
 
 # Spinning OpenMP threads would fight the other core for nothing.
@@ -16,6 +16,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Byte code is made for what gets imported, when it is; for all of torch it takes half a minute.
 INSTALL := pip install --quiet --no-compile
 TEST_BIN := $(VENV)/bin
+# A file stays in one process: what its tests share is made once.
+PYTEST := $(TEST_BIN)/python -m pytest -n $(PROCESSES) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-drafter demo-pruned test test-slow lossless oracles lint clean
@@ -42,10 +44,10 @@ demo-pruned: demo-drafter  ## second stage: layers of the target, pruned, linear
 	$(BENCH) --draft $(DEMO_PRUNED) --json $(DEMO_PRUNED)/bench.json --plot $(DEMO_PRUNED)/bench.png
 
 test: $(VENV)/.oracles  ## the fast tier on CPU (under 15 minutes on 2 cores)
-	$(TEST_BIN)/python -m pytest -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-slow: $(VENV)/.oracles  ## the slow tier on CPU
-	$(TEST_BIN)/python -m pytest -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu"
 
 lossless: $(VENV)/.installed  ## does what comes out have the target's law? the whole suite, minutes
 	OMP_NUM_THREADS=1 $(TEST_BIN)/python -m dspark_eval.lossless --full

@@ -40,7 +40,8 @@ def run(app: typer.Typer, args: Sequence[str]) -> int:
     """Run one command line (without the program's name) and return its exit code."""
     for name, value in pairwise(args):
         if not value:  # as a path it would mean the folder one stands in
-            return _fail(f"{name}: got an empty value; is a shell variable unset?")
+            what = name if name.startswith("-") else f"argument after {name}"
+            return _fail(f"{what}: got an empty value; is a shell variable unset?")
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn

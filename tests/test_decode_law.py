@@ -39,7 +39,7 @@ SETTINGS = [
     SamplingParams(1.3, 0.8),
     SamplingParams(1.0, 1.0, 2),
 ]
-COUNTS = [1_500, pytest.param(15_000, marks=pytest.mark.slow)]
+COUNTS = [1_500, pytest.param(5_000, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("sampling", SETTINGS)
