@@ -169,7 +169,8 @@ def test_thresholds_are_fitted_on_the_step_times_and_used_by_their_policies(
         rates = entry.stops.tokens_per_s
         assert set(rates) == {"plain", *(set(POLICIES) - {"auto"})}
         assert rates["plain"] == pytest.approx(1 / cost.plain_s())
-        assert entry.stops.best == max(set(rates) - {"plain"}, key=rates.get)
+        drafting = {name: rate for name, rate in rates.items() if name != "plain"}
+        assert rates[entry.stops.best] == max(drafting.values())  # several may be as fast
         sampling = SamplingParams(entry.temperature)
         known = {"calibration": drafter.calibration, "cost": cost}
         entropy = make_policy(PolicyChoice("entropy"), sampling, **known)

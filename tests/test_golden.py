@@ -320,9 +320,7 @@ def damage_key(raw: dict[str, Any]) -> None:
     del raw["ids"]
 
 
-@pytest.mark.parametrize(
-    "damage", [damage_schema, damage_reading, damage_positions, damage_key], ids=str
-)
+@pytest.mark.parametrize("damage", [damage_schema, damage_reading, damage_positions, damage_key])
 def test_a_file_that_is_none_is_one_line(
     tmp_path: Path, damage: Callable[[dict[str, Any]], None]
 ) -> None:

@@ -21,7 +21,7 @@ from dspark.distill.taps import Features, target_features
 from dspark.draft.anchors import Anchors, block_inputs, blocks, sample_anchors
 from dspark.draft.config import DraftConfig
 from dspark.draft.model import DSparkDrafter
-from dspark.runtime import decode
+from dspark.runtime import rounds as rounds_of_the_loop
 from dspark.runtime.decode import SpeculativeDecoder
 from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.k3_target import K3Target
@@ -62,9 +62,10 @@ class Recorder:
         extend, block_hidden = drafter.extend, drafter.block_hidden
 
         def watched(context: Any, features: Tensor, counts: Any = None) -> None:
-            assert counts is None
-            self.fed.append(features.clone())
-            extend(context, features)
+            # The prompt comes whole, a round says how many rows of its pass it keeps.
+            kept = features if counts is None else features[:, :counts]
+            self.fed.append(kept.clone())
+            extend(context, features, counts)
 
         def seen(block_embeds: Tensor, context: Any) -> Tensor:
             self.hidden = block_hidden(block_embeds, context)
@@ -82,8 +83,16 @@ class Recorder:
         draft_length: int,
         sampling: SamplingParams,
         generator: torch.Generator,
+        *,
+        siblings: int,
+        rules: None,
+        check: bool,
     ) -> Proposal:
-        propose(drafter, draft_head, context, anchor, draft_length, sampling, generator)
+        assert siblings == 0
+        assert rules is None
+        propose(
+            drafter, draft_head, context, anchor, draft_length, sampling, generator, check=check
+        )
         position = int(context.lengths)
         after = self.text[position : position + drafter.config.block_size]
         prev = torch.tensor([after])
@@ -141,7 +150,7 @@ def rounds(setting: Any, monkeypatch: pytest.MonkeyPatch) -> list[Round]:
     target, drafter, row = setting
     recorder = Recorder(list(row.ids))
     recorder.watch(drafter)
-    monkeypatch.setattr(decode, "propose", recorder.propose)
+    monkeypatch.setattr(rounds_of_the_loop, "propose", recorder.propose)
     prompt = list(row.ids[: row.loss_mask.index(True)])
     generation = SpeculativeDecoder(target, drafter).generate(
         prompt,

@@ -62,7 +62,7 @@ def test_loss_falls_and_acceptance_rises_towards_a_learnable_target() -> None:
     settings = EvalSettings(temperatures=(1.0,), draft_length=4, max_new_tokens=40)
     prompts = [list(row.ids[:8]) for row in held_out]
     [decoded] = decode_held_out(target, made.drafter, prompts, settings, seed=0, processes=ALONE)
-    assert decoded.rounds > 40
+    assert decoded.rounds > 30
     assert decoded.accepted_length == pytest.approx(after["accepted_length"], rel=0.2)
     assert disagreement([decoded], after["accepted_length"]) is None
 
