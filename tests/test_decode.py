@@ -203,6 +203,7 @@ def test_draft_lengths_outside_the_trained_block_are_refused(draft_length: int) 
         ([], 4, "at least one token"),
         ([3, 7], 4, "0..6"),
         ([-1], 4, "got -1"),
+        ([1, 2.0], 4, "whole numbers, got 2.0"),
         ([1], 0, "at least 1"),
     ],
 )

@@ -35,6 +35,9 @@ def check_request(target: Target, prompt_ids: Sequence[int], max_new_tokens: int
         raise UserError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
     if len(prompt_ids) == 0:
         raise UserError("prompt: expected at least one token, got none; add a begin token or text")
+    odd = next((token for token in prompt_ids if not hasattr(token, "__index__")), None)
+    if odd is not None:
+        raise UserError(f"prompt: expected whole numbers, got {odd!r}; pass the tokenizer's ids")
     low, high = min(prompt_ids), max(prompt_ids)
     if low < 0 or high >= target.vocab_size:
         raise UserError(
