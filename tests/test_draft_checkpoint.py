@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dspark.draft import DraftConfig, DSparkDrafter, TargetRecord
+from dspark.draft import DSparkDrafter, TargetRecord
 from dspark.draft.checkpoint import (
     WEIGHTS_FILE,
     TargetCopies,
@@ -28,25 +28,9 @@ from dspark.draft.config_file import config_from_dict, config_to_dict
 from dspark.draft.shapes import KDAShape, MLAShape, Yarn
 from dspark.errors import UserError
 from tests import oracles
+from tests.interop_drafters import PLAIN
 
-CONFIG = DraftConfig(
-    hidden_size=16,
-    num_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    intermediate_size=24,
-    vocab_size=50,
-    num_target_layers=6,
-    target_layer_ids=(1, 3),
-    target_tap_kind="attn_res_mixture",
-    mask_token_id=49,
-    block_size=4,
-    markov_rank=6,
-    rms_norm_eps=1e-6,
-    rope_theta=5000.0,
-    target=TargetRecord("nano", tokenizer_hash="ab12", template_hash=None),
-)
+CONFIG = replace(PLAIN, target=TargetRecord("nano", tokenizer_hash="ab12", template_hash=None))
 
 
 @dataclass

@@ -17,7 +17,6 @@ copy of the filled cache and context, as if it had been read from the start.
 
 from __future__ import annotations
 
-import copy
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -136,17 +135,16 @@ def _read(target: Target, drafter: Drafter, tokens: Sequence[int], room: int) ->
 
 
 class _Filled:
-    """A target or drafter whose new caches or contexts are copies of a filled one."""
+    """A target or drafter whose new caches or contexts are forks of a filled one."""
 
     def __init__(self, inner: Any, maker: str, filled: Any) -> None:
         self._inner = inner
         self._filled = filled
-        setattr(self, maker, self._copy)
+        setattr(self, maker, self._fork)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def _copy(self, batch: int, max_length: int) -> Any:
-        """The filled one again; what it holds of the weights is not copied along."""
-        weights = getattr(self._filled, "weights", None)
-        return copy.deepcopy(self._filled, {} if weights is None else {id(weights): weights})
+    def _fork(self, batch: int, max_length: int) -> Any:
+        """The filled one again, with its own room: that is what any of the prompts needs."""
+        return self._filled.fork()
