@@ -1,18 +1,25 @@
 """The only switch between plain torch and Triton.
 
-``DSPARK_OPS`` is ``auto`` (default), ``torch`` or ``triton``. Every op has a plain-torch
-reference. Asking for ``triton`` is an error where an op has no Triton kernel or no GPU can run one
-(``TRITON_INTERPRET=1`` counts as a GPU): a run that was asked to measure a kernel must never
-measure another one in silence.
+Every op has a plain-torch reference and may have a Triton kernel of the same signature.
+``DSPARK_OPS`` says which one runs:
+
+    auto     (default) the kernel where the tensors lie on a GPU and it takes them, else torch
+    torch    the reference, everywhere
+    triton   the kernel, everywhere; an error that names the op where that cannot be
+
+With ``triton`` a run that was asked to measure a kernel never measures another one in silence.
+``TRITON_INTERPRET=1`` counts as a GPU there. ``backends`` says what each op would run with now,
+``ran`` what it did run with.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
+from importlib import import_module
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,26 +27,89 @@ from torch import Tensor
 from dspark.errors import UserError
 from dspark_kernels import kda, kda_states, linear_kda
 
+P = ParamSpec("P")
+R = TypeVar("R")
 LinearOrder = linear_kda.Order
 MODES = ("auto", "torch", "triton")
 KDA_CHUNK = kda.CHUNK
 """Rows up to which `kda_step` is the better form."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Op:
-    """One operation and its implementations; ``triton`` is None where no such kernel exists."""
+    """One operation and its implementations.
 
-    torch: Callable[..., Any]
-    triton: Callable[..., Any] | None = None
+    Attributes:
+        kernel: ``module:function`` in ``dspark_kernels``, imported when first needed, with the
+            reference's signature; the module's ``refuses`` takes the same arguments and returns why
+            the kernel cannot take them, or None. None: no such kernel exists.
+        ran: What has run since the last ``forget``: ``torch``, ``triton`` or both.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    kernel: str | None = None
+    ran: set[str] = field(default_factory=set)
+
+    @cached_property
+    def triton(self) -> Callable[..., Any]:
+        assert self.kernel is not None
+        module, function = self.kernel.split(":")
+        found = getattr(import_module(f"dspark_kernels.{module}"), function)
+        assert callable(found)
+        return found
+
+    @cached_property
+    def refuses(self) -> Callable[..., str | None]:
+        assert self.kernel is not None
+        found = import_module(f"dspark_kernels.{self.kernel.split(':')[0]}").refuses
+        assert callable(found)
+        return found
+
+    def pick(self, args: tuple[Any, ...], more: dict[str, Any]) -> Callable[..., Any]:
+        """The implementation for these arguments."""
+        mode = _mode()
+        if mode == "torch" or (mode == "auto" and (self.kernel is None or not _on_gpu(args, more))):
+            self.ran.add("torch")
+            return self.reference
+        if mode == "triton":
+            self.demand()
+        reason = self.refuses(*args, **more)
+        if reason is None:
+            self.ran.add("triton")
+            return self.triton
+        if mode == "triton":
+            raise UserError(
+                f"DSPARK_OPS=triton, but the kernel of {self.name} does not take this: {reason}; "
+                "use DSPARK_OPS=auto or torch"
+            )
+        self.ran.add("torch")
+        return self.reference
+
+    def demand(self) -> None:
+        """Raises UserError where DSPARK_OPS=triton cannot be met."""
+        if self.kernel is None:
+            raise UserError(
+                f"DSPARK_OPS=triton, but {self.name} has no Triton kernel; use DSPARK_OPS=auto or "
+                "torch"
+            )
+        usable, why = triton_usable()
+        if not usable:
+            raise UserError(f"DSPARK_OPS=triton, but Triton cannot run here: {why}")
 
 
-_OPS = {
-    "kda_chunk": Op(torch=kda.chunk),
-    "kda_step": Op(torch=kda.step),
-    "kda_states_at": Op(torch=kda_states.states_at),
-    "linear_kda_block": Op(torch=linear_kda.block),
-}
+_OPS: dict[str, Op] = {}
+
+
+def _op(name: str, reference: Callable[P, R], kernel: str | None = None) -> Callable[P, R]:
+    op = _OPS[name] = Op(name, reference, kernel)
+
+    @wraps(reference)
+    def call(*args: P.args, **more: P.kwargs) -> R:
+        result: R = op.pick(args, more)(*args, **more)
+        return result
+
+    return call
 
 
 def triton_usable() -> tuple[bool, str]:
@@ -52,93 +122,40 @@ def triton_usable() -> tuple[bool, str]:
 
 
 def _mode() -> str:
-    return os.environ.get("DSPARK_OPS", "auto")
-
-
-@cache
-def _choose(name: str, mode: str) -> str:
+    mode = os.environ.get("DSPARK_OPS", "auto")
     if mode not in MODES:
         raise UserError(f"DSPARK_OPS is {mode!r}; expected one of {', '.join(MODES)}")
-    usable, why = triton_usable()
-    if mode == "triton":
-        if _OPS[name].triton is None:
-            raise UserError(
-                f"DSPARK_OPS=triton, but {name} has no Triton kernel; use DSPARK_OPS=auto or torch"
-            )
-        if not usable:
-            raise UserError(f"DSPARK_OPS=triton, but Triton cannot run here: {why}")
-    if mode == "torch" or _OPS[name].triton is None or not usable:
-        return "torch"
-    return "triton"
+    return mode
+
+
+def _on_gpu(args: tuple[Any, ...], more: dict[str, Any]) -> bool:
+    return next((x.is_cuda for x in (*args, *more.values()) if isinstance(x, Tensor)), False)
 
 
 def backends() -> dict[str, str]:
-    """The implementation that each op runs with now: op name -> ``torch`` or ``triton``."""
-    return {name: _choose(name, _mode()) for name in _OPS}
+    """What each op runs with now, where its kernel takes the tensors: ``torch`` or ``triton``."""
+    mode = _mode()
+    if mode == "triton":
+        for op in _OPS.values():
+            op.demand()
+    kernels = mode == "triton" or (mode == "auto" and torch.cuda.is_available())
+    return {name: "triton" if kernels and op.kernel else "torch" for name, op in _OPS.items()}
 
 
-def _implementation(name: str) -> Callable[..., Any]:
-    op = _OPS[name]
-    return op.triton if op.triton is not None and _choose(name, _mode()) == "triton" else op.torch
+def ran() -> dict[str, str]:
+    """What each op that was called did run with: ``torch``, ``triton`` or ``torch and triton``."""
+    return {name: " and ".join(sorted(op.ran)) for name, op in _OPS.items() if op.ran}
 
 
-def kda_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    lower_bound: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Chunked KDA over many rows; see ``dspark_kernels.kda.chunk``."""
-    return _implementation("kda_chunk")(q, k, v, g, beta, state, lower_bound)
+def forget() -> None:
+    """``ran`` starts again from nothing."""
+    for op in _OPS.values():
+        op.ran.clear()
 
 
-def kda_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    keep: int,
-    out: Tensor | None = None,
-    upto: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """KDA over a few rows, a chain or a tree, keeping the state of the first ``keep``; see
-    ``dspark_kernels.kda.step``."""
-    return _implementation("kda_step")(q, k, v, g, beta, state, keep, out, upto)
-
-
-def kda_states_at(
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    positions: Tensor,
-    lower_bound: float | None,
-) -> Tensor:
-    """The KDA state of a text at chosen positions; see ``dspark_kernels.kda_states.states_at``."""
-    return _implementation("kda_states_at")(k, v, g, beta, state, positions, lower_bound)
-
-
-def linear_kda_block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    order: LinearOrder,
-    parents: Tensor | None,
-    lower_bound: float | None,
-) -> Tensor:
-    """Linearised KDA over one block; see ``dspark_kernels.linear_kda.block``."""
-    return _implementation("linear_kda_block")(q, k, v, g, beta, state, order, parents, lower_bound)
-
-
-def linear_kda_norm(k: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """|A| of every block and head, for reports; see ``dspark_kernels.linear_kda.norm_of_A``."""
-    return linear_kda.norm_of_A(k, g, beta)
+kda_chunk = _op("kda_chunk", kda.chunk)
+kda_step = _op("kda_step", kda.step)
+kda_states_at = _op("kda_states_at", kda_states.states_at)
+linear_kda_block = _op("linear_kda_block", linear_kda.block)
+linear_kda_norm = linear_kda.norm_of_A
+"""|A| of every block and head, for reports."""
