@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 
 from dspark.errors import UserError
-from dspark_kernels import kda, kda_states, linear_kda
+from dspark_kernels import attn_res, kda, kda_states, linear_kda
+from dspark_kernels import latent_write as latent_write_op
+from dspark_kernels import mla_decode as mla_decode_op
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -159,3 +161,8 @@ kda_states_at = _op("kda_states_at", kda_states.states_at)
 linear_kda_block = _op("linear_kda_block", linear_kda.block)
 linear_kda_norm = linear_kda.norm_of_A
 """|A| of every block and head, for reports."""
+mla_decode = _op("mla_decode", mla_decode_op.mla_decode)
+mla_output = _op("mla_output", mla_decode_op.mla_output)
+mla_absorb = _op("mla_absorb", latent_write_op.mla_absorb)
+latent_write = _op("latent_write", latent_write_op.latent_write)
+attn_res_mix = _op("attn_res_mix", attn_res.attn_res_mix)
