@@ -23,6 +23,7 @@ from rich.table import Table
 
 from dspark import __version__, assets, ops
 from dspark.errors import UserError
+from dspark.wording import counted
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "accelerate", "triton")
 
@@ -134,7 +135,9 @@ def _thread_warnings(threads: Mapping[str, int | str | None]) -> list[str]:
     found = []
     used, cores = threads["torch"], threads["usable_cores"]
     if isinstance(used, int) and isinstance(cores, int) and used > cores:
-        found.append(f"torch uses {used} threads on {cores} cores; set OMP_NUM_THREADS={cores}")
+        found.append(
+            f"torch uses {used} threads on {counted(cores, 'core')}; set OMP_NUM_THREADS={cores}"
+        )
     passive = str(threads["OMP_WAIT_POLICY"] or "").lower() == "passive"
     if used != 1 and not passive:
         found.append(

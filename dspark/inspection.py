@@ -35,6 +35,7 @@ from dspark.interop.tensors import own_tensors
 from dspark.k3.config import K3Config
 from dspark.k3.cost import PassBytes, pass_bytes
 from dspark.runtime.loading import K3_KINDS, target_folder
+from dspark.wording import counted
 
 CONTEXTS = (4_096, 131_072, 1_048_576)
 _LAYER = re.compile(r"^layers\.\d+\.")
@@ -205,8 +206,8 @@ def _calibrated(calibration: Calibration | None) -> tuple[str, ...]:
     if calibration is None or not calibration.settings:
         return ()
     return tuple(
-        f"{entry.setting}: {entry.rounds} rounds, ECE {_mean(entry.ece_before)} before and "
-        f"{_mean(entry.ece_after)} after"
+        f"{entry.setting}: {counted(entry.rounds, 'round')}, ECE {_mean(entry.ece_before)} before "
+        f"and {_mean(entry.ece_after)} after"
         for entry in calibration.settings
     )
 

@@ -102,7 +102,7 @@ def test_check_says_in_words_what_json_says(run: Run, mixed: Path) -> None:
         "1 with an id that an earlier line of the file has",
         "2 rows with answers",
         "1 cut at the end",
-        "1 prompts for the target",
+        "1 prompt for the target",
     ):
         assert line in out
 
@@ -171,7 +171,7 @@ def test_inspect_shows_supervised_text_between_marks_in_a_pipe(run: Run, mixed: 
     assert code == 0
     assert f"{mixed}:1  " in out
     assert "⟦The answer is 4.<|end_of_msg|>⟧" in out
-    assert "2 rows with answers, 1 prompts, 2 lines skipped, 3 rows dropped" in out
+    assert "2 rows with answers, 1 prompt, 2 lines skipped, 3 rows dropped" in out
     assert run("data", "inspect", mixed, "--rows", "0")[0] == 2
 
 

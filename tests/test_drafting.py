@@ -97,7 +97,7 @@ def test_eval_takes_the_same_options(pair, capsys):
     print_eval(document)
     shown = capsys.readouterr().out
     assert "confidence, s_stop 0.5" in shown
-    assert "with 1 siblings" in shown
+    assert "with 1 sibling," in shown
     assert "rounds ended" in shown
     assert "drafted positions by band" in shown
 
@@ -294,7 +294,7 @@ def test_the_table_shows_the_first_mismatches(pair, capsys):
     run["extra"]["mismatches"] = [entry] * 5
     print_bench([run])
     shown = capsys.readouterr().out
-    assert "5 answers differ from plain decoding, 5 of them first at a near-tie" in shown
+    assert "5 answers unlike plain decoding's, 5 of them first at a near-tie" in shown
     assert shown.count("prompt 3, token 17: plain 5, speculative 9, gap of the top") == 3
     assert "0.00125" in shown
 

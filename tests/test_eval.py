@@ -166,7 +166,7 @@ def test_table_shows_every_set(evaluated, capsys):
     print_eval(evaluated[0])
     shown = capsys.readouterr().out
     assert "second" in shown
-    assert "second: 1 prompts are few" in shown
+    assert "second: few prompts (1): below" in shown
     assert "conditional acceptance by position" in shown
 
 

@@ -546,7 +546,7 @@ def test_figures_of_a_generation() -> None:
     assert columns[4] == ["corrected", "all accepted"]
     assert columns[5] == ["90 80 | 50 25", "90 80 50 25 |"]
     assert columns[6] == ["2.0", "12.0"]
-    assert Account([3], "end", [], 0.1, 0.0).summary() == "1 tokens, end token"
+    assert Account([3], "end", [], 0.1, 0.0).summary() == "1 token, end token"
 
 
 def test_step_times_beside_the_drafter_are_used(

@@ -123,6 +123,6 @@ def test_a_headline_names_the_bands_wherever_they_lie() -> None:
     settings = {**make_policy(choice, SamplingParams()).settings(), "draft_length": 5}
     run = {"policy": "auto", "policy_settings": settings, "verification": "token"}
     assert policy_words(run) == (
-        "auto, around entropy, h_stop 1, at most 5, bands at 0.8 and 0.2 with 1 siblings, "
+        "auto, around entropy, h_stop 1, at most 5, bands at 0.8 and 0.2 with 1 sibling, "
         "token verification"
     )

@@ -10,6 +10,7 @@ import typer
 from dspark.commands.app import app
 from dspark.commands.options import PrintJson, Target, print_json
 from dspark.errors import UserError
+from dspark.wording import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -124,8 +125,9 @@ def _heading(console: Console, review: FileReview) -> None:
     report = review.prompts.report
     lost = sum(len(places) for places in review.dropped.values())
     console.print(
-        f"{review.file}: {len(review.answered)} rows with answers, {len(review.asked)} prompts, "
-        f"{len(report.skipped)} lines skipped, {lost} rows dropped",
+        f"{review.file}: {counted(len(review.answered), 'row')} with answers, "
+        f"{counted(len(review.asked), 'prompt')}, "
+        f"{counted(len(report.skipped), 'line')} skipped, {counted(lost, 'row')} dropped",
         style="bold", highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
 
@@ -133,10 +135,12 @@ def _heading(console: Console, review: FileReview) -> None:
 def _show(console: Console, chat: ChatFormat, row: TrainingRow) -> None:
     from dspark.distill.review import anchor_count
 
-    about = f"{len(row.ids)} tokens"
+    about = counted(len(row.ids), "token")
     if row.supervised:
         share = 100 * row.supervised / len(row.ids)
-        about += f", {row.supervised} supervised ({share:.0f} %), {anchor_count(row)} anchors"
+        about += (
+            f", {row.supervised} supervised ({share:.0f} %), {counted(anchor_count(row), 'anchor')}"
+        )
     else:
         about += ", for the target to answer"
     console.print(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from dspark.errors import UserError
+from dspark.wording import counted
 
 if TYPE_CHECKING:
     from dspark.draft.checkpoint import TargetCopies
@@ -69,7 +70,10 @@ def describe(config: DraftConfig) -> list[tuple[str, str]]:
     causal = f", causal blocks: {config.block_causal}" if config.block_causal != "none" else ""
     layers = " ".join(map(str, config.target_layer_ids))
     return [
-        ("backbone", f"{config.backbone}, {config.num_layers} layers{window}{causal}{vocabulary}"),
+        (
+            "backbone",
+            f"{config.backbone}, {counted(config.num_layers, 'layer')}{window}{causal}{vocabulary}",
+        ),
         ("tap kind", config.target_tap_kind),
         ("taps", f"{layers} of {config.num_target_layers} layers (completed layers from 0)"),
         ("slot layout", "anchor: slot 0 predicts (sample_from_anchor true)"),

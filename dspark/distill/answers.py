@@ -29,6 +29,7 @@ from dspark.distill.responses import Progress, ResponseSettings, build_rows, cac
 from dspark.distill.rows import RowSet, rows_from_jsonl, rows_to_jsonl
 from dspark.distill.settings import DataSettings
 from dspark.errors import UserError
+from dspark.wording import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -190,7 +191,7 @@ def _advance(reporter: Reporter) -> Progress:
 
     def on_progress(answered: int, _asked: int, emitted: int) -> None:
         nonlocal seen
-        reporter.advance(f"{emitted} tokens", by=answered - seen)
+        reporter.advance(counted(emitted, "token"), by=answered - seen)
         seen = answered
 
     return on_progress

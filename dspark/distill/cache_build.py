@@ -42,6 +42,7 @@ from dspark.errors import UserError
 from dspark.files import atomic_file, atomic_write_json
 from dspark.runtime.target import Target
 from dspark.taps import TapSet
+from dspark.wording import counted
 
 HEADROOM = 2 << 30
 """Bytes of the disk that a cache leaves free, besides a twentieth of its own size."""
@@ -110,7 +111,8 @@ def _check_size(plan: CachePlan, max_gib: float, console: Console) -> None:
     size = plan.bytes(plan.shards)
     _say(
         console,
-        f"target states: {len(plan.rows)} rows, {plan.tokens} tokens, {_gb(size)} as "
+        f"target states: {counted(len(plan.rows), 'row')}, {counted(plan.tokens, 'token')}, "
+        f"{_gb(size)} as "
         f"{plan.codec.stored} in {plan.folder}",
     )
     others = sum(path.parent != plan.folder for path in plan.folder.parent.glob(f"*/{MANIFEST}"))
@@ -118,7 +120,8 @@ def _check_size(plan: CachePlan, max_gib: float, console: Console) -> None:
         _say(console, f"  {others} more cache(s) of other states in {plan.folder.parent}")
     if size > max_gib * 2**30:
         raise UserError(
-            f"{plan.folder}: the target states of {plan.tokens} tokens take {size / 2**30:.2f} GiB "
+            f"{plan.folder}: the target states of {counted(plan.tokens, 'token')} take "
+            f"{size / 2**30:.2f} GiB "
             f"as {plan.codec.stored}, more than cache.max_gib, {max_gib:g}; raise it, use a "
             "smaller cache.dtype or fewer rows, or cache.mode online"
         )
@@ -132,11 +135,12 @@ def _check_disk(
     shards, size = (int(v) for v in processes.sum(counts.to(processes.device)).tolist())
     free = shutil.disk_usage(plan.folder).free
     if not shards:
-        _say(console, f"  complete and checked: {len(plan.shards)} shards")
+        _say(console, f"  complete and checked: {counted(len(plan.shards), 'shard')}")
         return
     _say(
         console,
-        f"  {shards} of {len(plan.shards)} shards to write, {_gb(size)}; {_gb(free)} of disk free",
+        f"  {shards} of {counted(len(plan.shards), 'shard')} to write, {_gb(size)}; {_gb(free)} of "
+        "disk free",
     )
     needed = math.ceil(size * 1.05) + HEADROOM
     with processes.together():

@@ -9,6 +9,8 @@ from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from dspark.wording import counted
+
 _LIBRARIES = ("torch", "transformers", "safetensors", "accelerate")
 
 
@@ -68,7 +70,8 @@ def _numbers(record: Mapping[str, Any]) -> list[str]:
     ]
     for result in record["decoded"]:
         lines.append(
-            f"| decoded, temperature {result['temperature']:g}, {result['rounds']} rounds "
+            f"| decoded, temperature {result['temperature']:g}, "
+            f"{counted(result['rounds'], 'round')} "
             f"| {_number(result['accepted_length'])} "
             f"| {_list(result['conditional_acceptance'])} |"
         )
@@ -96,11 +99,13 @@ def _origin(provenance: Provenance) -> list[str]:
         ("rows", f"sha256 `{provenance.rows_digest}`"),
         (
             "data",
-            f"{provenance.training_rows} rows, {provenance.supervised_tokens} supervised tokens, "
-            f"{provenance.held_out_rows} rows held out",
+            f"{counted(provenance.training_rows, 'row')}, "
+            f"{counted(provenance.supervised_tokens, 'supervised token')}, "
+            f"{counted(provenance.held_out_rows, 'row')} held out",
         ),
         ("parameters", f"{provenance.parameters}"),
-        ("steps", f"{provenance.steps} in {provenance.epochs} epochs, {provenance.processes} "
+        ("steps", f"{provenance.steps} in {counted(provenance.epochs, 'epoch')}, "
+                  f"{provenance.processes} "
          "process(es)"),
         ("seed", f"{provenance.seed}"),
         ("started with", provenance.started_with),

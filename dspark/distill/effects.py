@@ -32,6 +32,7 @@ from dspark.draft.pruning.axes import Axis, axes
 from dspark.draft.pruning.cutting import MARKOV, cut_to, keep_layers
 from dspark.draft.pruning.sizes import Grid, Size
 from dspark.runtime.target import Target
+from dspark.wording import counted
 
 IMPORTANCES = ("taylor", "activation")
 POINTS = (0.75, 0.5, 0.25)
@@ -169,7 +170,7 @@ def price(
     }
     lists: dict[str, dict[int, float]] = {}
     for name, cuts in sizes.items():
-        tell(f"measuring what {name} are worth: {len(cuts)} sizes")
+        tell(f"measuring what {name} are worth: {counted(len(cuts), 'size')}")
         lists[name] = {
             kept: 0.0 if size == whole else bench.loss(cut_to(drafter, size, scored)) - loss
             for kept, size in cuts.items()

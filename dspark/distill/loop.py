@@ -35,6 +35,7 @@ from dspark.distill.state import (
 from dspark.distill.tensorboard import scalar_log
 from dspark.distill.trainer import StepResult, Trainer
 from dspark.errors import UserError
+from dspark.wording import counted
 
 Evaluate = Callable[[], dict[str, Any]]
 """Fields to add to a record: `held_out`, `decoded`, and `warning` if there is one."""
@@ -264,8 +265,8 @@ def _plan(trainer: Trainer) -> str:
     parameters = sum(p.numel() for p in trainer.drafter.parameters())
     supervised = sum(row.supervised for row in rows)
     return (
-        f"training on {len(rows)} rows with {supervised} supervised tokens: "
-        f"{schedule.total_steps} steps of {schedule.rows_per_step} rows, "
+        f"training on {counted(len(rows), 'row')} with {counted(supervised, 'supervised token')}: "
+        f"{counted(schedule.total_steps, 'step')} of {counted(schedule.rows_per_step, 'row')}, "
         f"{parameters / 1e6:.2f} M parameters, {trainer.processes.world} process(es) on "
         f"{trainer.processes.device.type}"
     )

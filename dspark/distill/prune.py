@@ -57,6 +57,7 @@ from dspark.draft.vocabulary import coverage, most_frequent, reduce_vocabulary, 
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, read_json
 from dspark.runtime.loading import LoadedTarget, load_target
+from dspark.wording import counted
 
 
 def run_prune(
@@ -231,8 +232,9 @@ class _Pruning:
         choice = fit(budget, grid, prices.lists, self._pricing())
         predicted = parameters(resized(drafter.config, choice.size))
         self._tell(
-            f"cutting to {len(choice.size.layers)} layers, {choice.size.heads} heads, MLP width "
-            f"{choice.size.mlp}, markov rank {choice.size.rank}: {predicted:,} parameters"
+            f"cutting to {counted(len(choice.size.layers), 'layer')}, "
+            f"{counted(choice.size.heads, 'head')}, MLP width {choice.size.mlp}, markov rank "
+            f"{choice.size.rank}: {predicted:,} parameters"
         )
         try:
             cut = cut_to(drafter, choice.size, scored)

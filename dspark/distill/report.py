@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dspark.distill.messages import SKIP_REASONS
+from dspark.wording import counted
 
 Places = tuple[tuple[str, int], ...]
 """(file, line) of each."""
@@ -67,7 +68,7 @@ class ReadReport:
 
     def summary(self) -> str:
         """One line of totals, then one line for each thing that a reader should know."""
-        out = [f"{self.read} rows read, {self.kept} kept, {len(self.skipped)} skipped"]
+        out = [f"{counted(self.read, 'row')} read, {self.kept} kept, {len(self.skipped)} skipped"]
         for reason, lines in self.by_reason().items():
             places = show_places([(line.file, line.line) for line in lines])
             detail = f"; first: {lines[0].detail}" if lines[0].detail else ""

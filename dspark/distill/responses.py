@@ -39,6 +39,7 @@ from dspark.distill.templates import THINKING
 from dspark.errors import UserError
 from dspark.runtime.plain import generate_batch
 from dspark.runtime.sampling import SamplingParams
+from dspark.wording import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -188,7 +189,7 @@ def _read(
             dropped[index] = (problem.reason, problem.detail)
         else:
             if len(ids) + settings.min_supervised > settings.max_length:
-                dropped[index] = ("prompt-too-long", f"{len(ids)} tokens")
+                dropped[index] = ("prompt-too-long", counted(len(ids), "token"))
             else:
                 asked[index] = ids
     for index in sorted(given):

@@ -17,6 +17,7 @@ from dspark.distill.prompts import PromptRow, PromptSet, scan_prompts, shared_qu
 from dspark.distill.report import show_places
 from dspark.distill.responses import ResponseSettings, read_given
 from dspark.distill.rows import DROP_REASONS
+from dspark.wording import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,14 +83,18 @@ class FileReview:
             out.append(f"  {len(self.shared)} ask what the other files ask too ({shown})")
         if self.answered:
             tokens = sum(row.supervised for row in self.answered)
+            anchors = sum(map(anchor_count, self.answered))
             out.append(
-                f"  {len(self.answered)} rows with answers, {_lengths(self.answered_lengths)}; "
-                f"{tokens} supervised tokens ({100 * (self.supervised_share or 0):.1f} %), "
-                f"{sum(map(anchor_count, self.answered))} anchors; {self.cut} cut at the end"
+                f"  {counted(len(self.answered), 'row')} with answers, "
+                f"{_lengths(self.answered_lengths)}; {counted(tokens, 'supervised token')} "
+                f"({100 * (self.supervised_share or 0):.1f} %), {counted(anchors, 'anchor')}; "
+                f"{self.cut} cut at the end"
             )
         if self.asked:
             lengths = [len(ids) for _, ids in self.asked]
-            out.append(f"  {len(self.asked)} prompts for the target, {_lengths(lengths)}")
+            out.append(
+                f"  {counted(len(self.asked), 'prompt')} for the target, {_lengths(lengths)}"
+            )
         return "\n".join(out)
 
     @property

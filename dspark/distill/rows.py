@@ -21,6 +21,7 @@ from dspark.distill.chat import ROW_ERRORS, ChatFormat, TrainingRow
 from dspark.distill.prompts import PromptRow
 from dspark.errors import UserError
 from dspark.files import atomic_write_text
+from dspark.wording import counted
 
 if TYPE_CHECKING:
     from dspark.runtime.target import Target
@@ -55,7 +56,8 @@ class RowSet:
         tokens = sum(row.supervised for row in self.rows)
         answered = sum(row.provenance == "target" for row in self.rows)
         out = [
-            f"{len(self.rows)} rows, {tokens} supervised tokens; {lost} rows dropped",
+            f"{counted(len(self.rows), 'row')}, {counted(tokens, 'supervised token')}; "
+            f"{counted(lost, 'row')} dropped",
             f"  {answered} answered by the target ({self.ended} to their end), "
             f"{len(self.rows) - answered} as given",
         ]

@@ -23,6 +23,7 @@ from dspark.runtime.records import (
     Generation,
     RoundRecord,
 )
+from dspark.wording import counted
 
 SCHEMA_VERSION = 1
 LEVELS = {
@@ -91,12 +92,13 @@ class Account:
 
     def summary(self) -> str:
         """One line."""
-        parts = [f"{len(self.tokens)} tokens"]
+        parts = [counted(len(self.tokens), "token")]
         if self.tokens_per_s is not None:
             parts.append(f"{self.tokens_per_s:.1f} tokens/s")
         if self.accepted_length is not None:
             parts.append(
-                f"accepted length {self.accepted_length:.2f} over {_rounds(len(self.rounds))}"
+                f"accepted length {self.accepted_length:.2f} over "
+                f"{counted(len(self.rounds), 'round')}"
             )
         if self.draft_share is not None:
             parts.append(f"{self.draft_share:.0%} of the time drafting")
@@ -124,10 +126,6 @@ class Account:
         for number, record in enumerate(self.rounds, start=1):
             table.add_row(str(number), *_cells(record))
         return table
-
-
-def _rounds(count: int) -> str:
-    return f"{count} round" if count == 1 else f"{count} rounds"
 
 
 def _cells(record: RoundRecord) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dspark.errors import UserError
+from dspark.wording import counted
 from dspark_eval import metrics
 from dspark_eval.pair import Pair
 from dspark_eval.speed import PromptTimings
@@ -40,7 +41,8 @@ def long_contexts(pair: Pair, timings: Sequence[PromptTimings]) -> list[str]:
     total = sum(bucket.rounds for bucket in buckets.values())
     within = f", {buckets[0].accepted_length:.2f} within" if 0 in buckets else ""
     return [
-        f"{buckets[limit].rounds} of {total} rounds stand beyond the {limit} tokens that the "
+        f"{buckets[limit].rounds} of {counted(total, 'round')} stand beyond the {limit} tokens "
+        "that the "
         f"drafter was trained on: accepted length {buckets[limit].accepted_length:.2f} there"
         f"{within}"
     ]

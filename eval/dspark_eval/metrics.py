@@ -179,7 +179,7 @@ def sample_size_warnings(n_prompts: int) -> list[str]:
     if n_prompts >= MIN_PROMPTS:
         return []
     return [
-        f"{n_prompts} prompts are few: below {MIN_PROMPTS} the topic of the prompts moves accepted "
+        f"few prompts ({n_prompts}): below {MIN_PROMPTS} the topic of the prompts moves accepted "
         "length more than the drafter does"
     ]
 

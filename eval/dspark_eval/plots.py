@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
+from dspark.wording import counted
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -38,7 +40,7 @@ def plot_bench(runs: Sequence[Run], path: Path) -> None:
     _draw_split(split, runs)
     figure.suptitle(
         f"{_label(first['target'])}, batch {first['batch']}, draft length "
-        f"{first['extra']['draft_length']}, n = {first['n_prompts']} prompts, "
+        f"{first['extra']['draft_length']}, n = {counted(first['n_prompts'], 'prompt')}, "
         f"{first['environment']['device_name']}, "
         f"threads: {first['environment']['threads']}, {first['environment']['dtype']}",
         fontsize=10,
@@ -51,7 +53,7 @@ def plot_eval(document: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")
     axes = figure.subplots()
     curves = {
-        f"{name} (n = {suite['n_prompts']} prompts)": suite
+        f"{name} (n = {counted(suite['n_prompts'], 'prompt')})": suite
         for name, suite in document["suites"].items()
     }
     _draw_positions(axes, curves)

@@ -29,6 +29,7 @@ from dspark.errors import UserError
 from dspark.files import atomic_write_json
 from dspark.inspection import inspect_drafter
 from dspark.inspection_inputs import read_cost_table
+from dspark.wording import counted
 from dspark_eval.plots import BLUE, DPI, GREY, RED
 
 SHARES = (100, 80, 65, 50, 40, 30)
@@ -144,7 +145,9 @@ def plot_curve(document: Mapping[str, Any], path: Path) -> None:
         axes.legend(frameon=False)
     speed.set_title(f"from {document['speed_from']}", fontsize=9)
     length.set_title(
-        f"{document['prompts']} held-out prompts, {document['steps']} steps of recovery", fontsize=9
+        f"{counted(document['prompts'], 'held-out prompt')}, {counted(document['steps'], 'step')} "
+        "of recovery",
+        fontsize=9,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DPI)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
+from dspark.wording import counted
 from dspark_eval.plots import BLUE, DPI, GREY, ORANGE
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def plot_reliability(document: dict[str, Any], report: dict[str, Any], path: Pat
         f"{_percent(report['average_ece_before'])} before, "
         f"{_percent(report['average_ece_after'])} after "
         f"(a perfect forecast: {_percent(report['average_ece_floor'])}), "
-        f"{report['rounds']} rounds of {report['prompts']} prompts",
+        f"{counted(report['rounds'], 'round')} of {counted(report['prompts'], 'prompt')}",
         fontsize=10,
     )
     figure.supxlabel("predicted survival", fontsize=10)

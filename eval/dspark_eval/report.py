@@ -17,6 +17,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from dspark.wording import counted
 from dspark_eval.cells import NOT_MEASURED, interval, number, percent, rate
 from dspark_eval.report_notes import (
     cost_lines,
@@ -91,8 +92,8 @@ def _add_run(table: Table, run: Run) -> None:
 def _bench_title(run: Run) -> str:
     return (
         f"{run['drafter']} drafts for {run['target']}: batch {run['batch']}, {policy_words(run)}, "
-        f"{run['n_prompts']} prompts of {run['extra']['prompts']}, "
-        f"at most {run['max_new_tokens']} new tokens"
+        f"{counted(run['n_prompts'], 'prompt')} of {run['extra']['prompts']}, "
+        f"at most {counted(run['max_new_tokens'], 'new token')}"
     )
 
 
@@ -119,7 +120,7 @@ def _bench_notes(runs: Sequence[Run]) -> Iterator[str]:
         yield (
             f"Plain decoding runs at {number(peer['plain_over_peer'], 2)}x "
             f"{interval(peer['plain_over_peer_ci95'])} of transformers' generate "
-            f"({peer['n_prompts']} prompts, greedy)."
+            f"({counted(peer['n_prompts'], 'prompt')}, greedy)."
         )
     backends = ", ".join(f"{op} {name}" for op, name in first["backends"].items())
     yield (
@@ -198,8 +199,8 @@ def print_calibration(document: dict[str, Any], path: str, console: Console | No
     console.print(table)
     for report in document["settings"]:
         console.print(
-            f"temperature {report['temperature']:g}: {report['rounds']} rounds of "
-            f"{report['prompts']} prompts; average after "
+            f"temperature {report['temperature']:g}: {counted(report['rounds'], 'round')} of "
+            f"{counted(report['prompts'], 'prompt')}; average after "
             f"{percent(report['average_ece_after'])} "
             f"{_percent_interval(report['average_ece_after_ci95'])}; AUC by slot "
             f"{' '.join(number(value, 2) for value in report['auc'])}",

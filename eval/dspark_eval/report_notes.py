@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dspark.runtime.cost_model import cost_model_from_dict
+from dspark.wording import counted
 from dspark_eval.cells import number, percent, rate
 
 SHOWN_MISMATCHES = 3
@@ -24,7 +25,8 @@ def policy_words(run: Mapping[str, Any]) -> str:
     words += [f"at most {length}" if run["policy"] != "fixed" else f"{length}"]
     if bands is not None:
         words += [
-            f"bands at {bands['high']:g} and {bands['low']:g} with {bands['siblings']} siblings"
+            f"bands at {bands['high']:g} and {bands['low']:g} with "
+            f"{counted(bands['siblings'], 'sibling')}"
         ]
     words += [f"{run['verification']} verification"]
     return ", ".join(words)
@@ -99,7 +101,8 @@ def cost_lines(extra: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"step times, batch {costs.batch}: plain {1e3 * costs.plain:.2f} ms, draft "
             f"{1e3 * costs.draft[lengths[-1]]:.2f} ms, verify "
-            f"{1e3 * costs.verify[1 + lengths[-1]]:.2f} ms of {1 + lengths[-1]} rows; speculation "
+            f"{1e3 * costs.verify[1 + lengths[-1]]:.2f} ms of {counted(1 + lengths[-1], 'row')}; "
+            "speculation "
             f"pays above tau = {pays}"
         )
     yield f"written to {extra['cost_model']}"
@@ -112,7 +115,7 @@ def mismatch_lines(run: Mapping[str, Any], name: str) -> Iterator[str]:
         return
     near = sum(entry["near_tie"] for entry in found)
     yield (
-        f"{name}: {len(found)} answers differ from plain decoding, {near} of them first at a "
+        f"{name}: {counted(len(found), 'answer')} unlike plain decoding's, {near} of them first at a "
         "near-tie of the two best tokens"
     )
     for entry in found[:SHOWN_MISMATCHES]:

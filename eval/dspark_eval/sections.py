@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dspark.wording import counted
 from dspark_eval.plots import plot_bench, plot_eval
 from dspark_eval.reliability import plot_reliability
 from dspark_eval.study import plots as study_plots
@@ -65,8 +66,10 @@ def bench(path: Path, value: Any) -> Section:
         f"## Speed: `{path}`",
         "",
         f"`{first['drafter']}` for `{first['target']}`, batch {first['batch']}, draft length "
-        f"{extra['draft_length']}, {first['n_prompts']} prompts of {extra['prompts']}, at most "
-        f"{first['max_new_tokens']} new tokens, {_machine(first['environment'])}. Both ways in one "
+        f"{extra['draft_length']}, {counted(first['n_prompts'], 'prompt')} of {extra['prompts']}, "
+        "at most "
+        f"{counted(first['max_new_tokens'], 'new token')}, {_machine(first['environment'])}. Both "
+        "ways in one "
         "process, in turn on every prompt; tokens per second after the first token; 95 % bootstrap "
         "over prompts.",
         "",
@@ -102,7 +105,8 @@ def evaluation(path: Path, value: Any) -> Section:
         f"## Acceptance: `{path}`",
         "",
         f"`{value['drafter']}` for `{value['target']}`, temperature {value['temperature']:g}, "
-        f"draft length {value['draft_length']}, at most {first['max_new_tokens']} new tokens, seed "
+        f"draft length {value['draft_length']}, at most "
+        f"{counted(first['max_new_tokens'], 'new token')}, seed "
         f"{value['seed']}, {_machine(first['environment'])}. Pooled over prompts, the bonus token "
         "included; 95 % bootstrap over prompts.",
         "",
@@ -181,7 +185,8 @@ def training(path: Path, value: Any) -> Section:
     lines = [
         f"## Training: `{path.parent}`",
         "",
-        f"{last['step']} steps in {last['train_s']:.0f} s. Under teacher forcing, training rows "
+        f"{counted(last['step'], 'step')} in {last['train_s']:.0f} s. Under teacher forcing, "
+        "training rows "
         "as they came and held-out rows: what a drafter would have accepted of the row itself. "
         "Real rounds are measured by eval.",
         "",
@@ -204,8 +209,10 @@ def curve(path: Path, value: Any) -> Section:
     lines = (
         f"## Pruning: `{path}`",
         "",
-        f"`{value['draft']}` cut to shares of its parameters, {value['steps']} steps of recovery, "
-        f"{value['prompts']} held-out prompts decoded at temperature {value['temperature']:g}. "
+        f"`{value['draft']}` cut to shares of its parameters, {counted(value['steps'], 'step')} of "
+        "recovery, "
+        f"{counted(value['prompts'], 'held-out prompt')} decoded at temperature "
+        f"{value['temperature']:g}. "
         f"Tokens per second are predicted from {value['speed_from']}, not measured.",
         "",
         *table(value).splitlines(),
@@ -233,7 +240,8 @@ def _warnings(found: Sequence[str] | Iterator[str]) -> list[str]:
 
 def _machine(environment: dict[str, Any]) -> str:
     return (
-        f"{environment['device_name']}, {environment['threads']} threads, {environment['dtype']}, "
+        f"{environment['device_name']}, {counted(environment['threads'], 'thread')}, "
+        f"{environment['dtype']}, "
         f"torch {environment['torch']}, {environment['date'][:10]}"
     )
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from dspark.wording import counted
 from dspark_eval.lossless.defects import defects
 from dspark_eval.lossless.statistics import ALPHA, TV, detectable, power
 from dspark_eval.lossless.suite import (
@@ -91,7 +92,8 @@ class Report:
         draws = f"{sampled[0].draws} texts each ({self.models[0].draws} of a real model)"
         return "\n".join(
             [
-                f"{len(self.cases)} cases and {len(self.models)} of a real model: {draws}",
+                f"{counted(len(self.cases), 'case')} and {len(self.models)} of a real model: "
+                f"{draws}",
                 f"  level of each test {self.level:.1e}, of the whole run {ALPHA}",
                 f"  power against a TV of {TV}: at least {self.power():.4f}; of a real model "
                 f"{POWER} against a TV of {self.model_distance():.3f}",
@@ -99,7 +101,7 @@ class Report:
                 *(_line(found, "DEVIATES") for found in self.deviating),
                 "  accepted of three drafted tokens: "
                 + ", ".join(f"{mean:.3f} by {method}" for method, mean in self.accepted.items()),
-                f"{len(self.planted)} planted defects, missed {len(self.missed)}",
+                f"{counted(len(self.planted), 'planted defect')}, missed {len(self.missed)}",
                 *(
                     _line(found, "MISSED" if found in self.missed else "caught")
                     for found in self.planted

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dspark.wording import counted
 from dspark_eval.cells import interval, number, percent, rate
 
 EASY = "nano-problems"
@@ -22,7 +23,12 @@ def page(document: Mapping[str, Any]) -> str:
     """The whole page."""
     lines = [*_opening(document)]
     for name, found in document["sets"].items():
-        lines += ["", f"## {name}, {found['n_prompts']} prompts", "", *_table(found["rows"])]
+        lines += [
+            "",
+            f"## {name}, {counted(found['n_prompts'], 'prompt')}",
+            "",
+            *_table(found["rows"]),
+        ]
     lines += ["", "## Targets", "", *targets(document), "", "## Block verification", ""]
     lines += [*_methods(document["block_verification"]), "", *_meaning()]
     return "\n".join(lines) + "\n"
@@ -33,9 +39,11 @@ def _opening(document: Mapping[str, Any]) -> Iterator[str]:
     yield f"# Draft-length policies: {Path(document['drafter']).name} for {document['target']}"
     yield ""
     yield (
-        f"{environment['date']}, {environment['device_name']}, {environment['threads']} thread(s), "
+        f"{environment['date']}, {environment['device_name']}, "
+        f"{counted(environment['threads'], 'thread')}, "
         f"{environment['dtype']}, temperature {document['temperature']:g}, at most "
-        f"{document['max_new_tokens']} new tokens, seed {document['seed']}, load average "
+        f"{counted(document['max_new_tokens'], 'new token')}, seed {document['seed']}, load "
+        "average "
         f"{environment['load_average_1m']}."
     )
     yield (

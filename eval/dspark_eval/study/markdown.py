@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dspark.wording import counted
+
 
 def markdown(document: dict[str, Any]) -> str:
     """The table as Markdown, with its protocol above it."""
@@ -44,8 +46,11 @@ def measurement_name(result: dict[str, Any]) -> str:
 
 def _duration(document: dict[str, Any]) -> str:
     if document["equal_seconds"]:
-        return f"As many seconds as {document['steps']} steps of `{document['reference']}` take,"
-    return f"{document['steps']} steps"
+        return (
+            f"As many seconds as {counted(document['steps'], 'step')} of "
+            f"`{document['reference']}` take,"
+        )
+    return counted(document["steps"], "step")
 
 
 def _markdown_row(row: dict[str, Any], is_reference: bool) -> str:

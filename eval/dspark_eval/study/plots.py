@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from dspark.wording import counted
 from dspark_eval.plots import BLUE, DPI, GREY, MARKERS, SERIES
 from dspark_eval.study.markdown import measurement_name, short_count
 
@@ -36,7 +37,8 @@ def plot_accepted(document: dict[str, Any], path: Path) -> None:
         axes.grid(axis="x", alpha=0.25)
     figure.axes[0].invert_yaxis()
     figure.supxlabel(
-        f"accepted length (dots: {len(document['seeds'])} seeds, bar: mean; draft length "
+        f"accepted length (dots: {counted(len(document['seeds']), 'seed')}, bar: mean; draft "
+        "length "
         f"{document['draft_length']})",
         fontsize=9,
     )

@@ -24,6 +24,7 @@ from dspark.distill.fresh import new_drafter
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, atomic_write_text, read_json
 from dspark.runtime.loading import LoadedTarget, load_target
+from dspark.wording import counted
 from dspark_eval.study.arms import Arm, Settings
 from dspark_eval.study.drafting import DRAFTING_FILE
 from dspark_eval.study.long import LONG_FILE
@@ -92,7 +93,7 @@ def run_study(plan: Plan, say: Say) -> Path:
         for arm in plan.study.arms
         if not (run_folder(plan.out, arm.name, seed) / MEASURE_FILE).is_file()
     ]
-    say(f"{len(pending)} runs, {plan.jobs} at a time")
+    say(f"{counted(len(pending), 'run')}, {plan.jobs} at a time")
     together(pending, plan.jobs)
     _measure_long(runs)
     _time_drafts(runs)
@@ -188,7 +189,10 @@ def _same_seconds(runs: _Runs, configs: dict[str, dict[str, Any]]) -> None:
     goal = runs.plan.steps * paces[runs.plan.study.reference.name]
     for name, settings in configs.items():
         settings["train.max_steps"] = max(1, round(goal / paces[name]))
-        runs.say(f"{name}: {1e3 * paces[name]:.0f} ms a step, {settings['train.max_steps']} steps")
+        runs.say(
+            f"{name}: {1e3 * paces[name]:.0f} ms a step, "
+            f"{counted(settings['train.max_steps'], 'step')}"
+        )
 
 
 def _pace(runs: _Runs, name: str, settings: Settings) -> float:
@@ -237,7 +241,7 @@ def _measure_long(runs: _Runs) -> None:
         if plan.long and _long_prompts(folder) != plan.long
     ]
     if pending:
-        runs.say(f"{len(pending)} runs in long contexts")
+        runs.say(f"{counted(len(pending), 'run')} in long contexts")
         together(pending, plan.jobs)
 
 
