@@ -27,7 +27,9 @@ from torch import Tensor
 from dspark.errors import UserError
 from dspark_kernels import attn_res, kda, kda_states, linear_kda
 from dspark_kernels import latent_write as latent_write_op
+from dspark_kernels import linear_rows as linear_rows_op
 from dspark_kernels import mla_decode as mla_decode_op
+from dspark_kernels import moe_decode as moe_decode_op
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -166,3 +168,7 @@ mla_output = _op("mla_output", mla_decode_op.mla_output)
 mla_absorb = _op("mla_absorb", latent_write_op.mla_absorb)
 latent_write = _op("latent_write", latent_write_op.latent_write)
 attn_res_mix = _op("attn_res_mix", attn_res.attn_res_mix)
+linear_rows = _op("linear_rows", linear_rows_op.linear_rows)
+gated_rows = _op("gated_rows", linear_rows_op.gated_rows)
+moe_decode = _op("moe_decode", moe_decode_op.moe_decode)
+MoE, Experts, pack_moe = moe_decode_op.MoE, moe_decode_op.Experts, moe_decode_op.pack
