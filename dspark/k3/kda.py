@@ -70,7 +70,7 @@ class KDA(Packable):
 
     def pack_(self) -> None:
         super().pack_()
-        self._packed_taps = self._conv_taps().detach()
+        self._packed_taps = self.conv_taps().detach()
 
     def forward(self, x: Tensor, state: KDAState | None, block: Block | None) -> Tensor:
         """x [B, T, D] -> [B, T, D]. Without a state: a whole sequence from nothing, for
@@ -107,7 +107,7 @@ class KDA(Packable):
 
         ``taps`` [B or 1, T, W] are the places of u_{t-3}, .., u_t where the rows form a tree.
         """
-        w = self._packed_taps if self._packed is not None else self._conv_taps()
+        w = self._packed_taps if self._packed is not None else self.conv_taps()
         u = windowed.float()
         if taps is not None:
             batch = torch.arange(len(u), device=u.device)[:, None, None]
@@ -117,7 +117,7 @@ class KDA(Packable):
             out = torch.addcmul(out, u[:, i : i + rows], w[i])
         return F.silu(out)
 
-    def _conv_taps(self) -> Tensor:
+    def conv_taps(self) -> Tensor:
         """The weights of the three convolutions by tap, [W, 3 H K] float32."""
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         return torch.cat([conv.weight[:, 0].float() for conv in convs]).t().contiguous()

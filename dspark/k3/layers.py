@@ -99,6 +99,11 @@ class Packable(nn.Module):
 
     _packed: Tensor | None = None
 
+    @property
+    def packed(self) -> Tensor | None:
+        """The weights of all packed projections, one below the other; None: not packed."""
+        return self._packed
+
     def _packable(self) -> list[nn.Linear]:
         raise NotImplementedError
 

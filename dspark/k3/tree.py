@@ -86,12 +86,12 @@ def plant(parents: Tensor, valid: Tensor | None, batch: int, rows: int) -> Tree:
         raise ValueError(
             f"parents {parents.tolist()}: each is -1 or a valid row that stands before its own"
         )
-    return Tree(parents, valid, _upto(parents))
+    return Tree(parents, valid, ancestors(parents))
 
 
-def _upto(parents: Tensor) -> Tensor:
-    """Ancestors-or-self by squaring: paths of 1, 2, 4, .. steps."""
-    rows = parents.shape[1]
+def ancestors(parents: Tensor) -> Tensor:
+    """``upto`` [.., T, T] of parents [.., T]: ancestors-or-self, by squaring, 1, 2, 4, .. steps."""
+    rows = parents.shape[-1]
     own = torch.arange(rows, device=parents.device)
     step = (parents.unsqueeze(-1) == own) | (own.unsqueeze(-1) == own)
     reach = step.float()

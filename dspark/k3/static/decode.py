@@ -1,0 +1,254 @@
+"""One pass of T rows over a static cache: the decoder, op by op, in launches that never change.
+
+    residual stream        x <- x + mixer(norm(x));  x <- x + mlp(norm(x))
+    Attention Residuals    h = mixture of bank and prefix; prefix <- prefix + mixer(norm(h)); ..
+
+Norms go into the product that follows them and sums into the one before, so that a layer is as few
+launches as its data allows: at batch 1 the gaps between launches cost as much as bytes do.
+Nothing here reads a value on the host and no shape depends on one.
+
+Letters: B seats, T rows of a step, n = B T, D hidden, N taps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dspark.k3.layers import LORA_NORM_EPS
+from dspark.k3.model import K3ForCausalLM
+from dspark.k3.static.cache import StaticCache
+from dspark.k3.static.standins import (
+    attn_res_mix,
+    kda_decode,
+    latent_write,
+    linear_rows,
+    mla_decode,
+    mlp,
+    moe_decode,
+)
+from dspark.k3.static.weights import (
+    KDAWeights,
+    LayerWeights,
+    MLAWeights,
+    MoEWeights,
+    pack,
+)
+from dspark.k3.tree import Tree, ancestors
+from dspark.taps import TapSet
+
+
+@dataclass(frozen=True, eq=False)
+class StepOutput:
+    """Result of a step.
+
+    last  [B, T, D], before the final norm: `StaticDecoder.logits` takes it from there
+    taps  [B, T, N*D], tapped states side by side, ascending layer id; None if none were asked
+    """
+
+    last: Tensor
+    taps: Tensor | None
+
+
+@dataclass
+class _Rows:
+    """What the layers of one step share, and the KDA rows that they leave for the cache.
+
+    upto [B or 1, T, T] and reach [B or 1, T, W] of a tree, see `dspark.k3.tree`
+    """
+
+    cache: StaticCache
+    batch: int
+    count: int
+    upto: Tensor | None
+    reach: Tensor | None
+    left: list[tuple[Tensor, Tensor, Tensor]]
+    latent_layers: int = 0
+
+
+class StaticDecoder:
+    """A `K3ForCausalLM` as a static pass; the model goes on working and shares the weights."""
+
+    def __init__(self, model: K3ForCausalLM) -> None:
+        self.config = model.config
+        self.weights = pack(model)
+        act = self.config.hidden_act == "situ"
+        self._betas = (self.config.situ_beta, self.config.situ_linear_beta) if act else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.weights.head.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.weights.head.dtype
+
+    def new_cache(self, batch: int, max_length: int, rows: int) -> StaticCache:
+        """Empty seats for steps of at most ``rows`` rows."""
+        return StaticCache(self.config, batch, max_length, rows, self.dtype, self.device)
+
+    def step(
+        self,
+        tokens: Tensor,
+        cache: StaticCache,
+        *,
+        parents: Tensor | None = None,
+        taps: TapSet | None = None,
+    ) -> StepOutput:
+        """Read rows; they stay pending until `StaticCache.commit`, which must follow.
+
+        Args:
+            tokens: [B, T] int64, T no more than the cache's ``rows``.
+            parents: [B, T] or [T] int64, as of `K3ForCausalLM.forward` but not checked; None: each
+                row follows the one before it.
+            taps: which hidden states to return.
+        """
+        B, T = tokens.shape
+        upto = reach = None
+        if parents is not None:
+            parents = parents.unsqueeze(0) if parents.dim() == 1 else parents
+            tree = Tree(parents, None, ancestors(parents))
+            upto, reach = tree.upto, tree.taps(self.config.kda_conv_size)
+        rows = _Rows(cache, B, T, upto, reach, [])
+        x = F.embedding(tokens.reshape(-1), self.weights.embedding)
+        plain = self.config.attn_res_block_size is None
+        last, tapped = (self._residual if plain else self._attention_residuals)(x, rows, taps)
+        if rows.left:
+            cache.keep(*(torch.stack(held) for held in zip(*rows.left, strict=True)))
+        joined = None if taps is None else torch.cat([tapped[i] for i in taps.layer_ids], dim=-1)
+        return StepOutput(last.view(B, T, -1), None if joined is None else joined.view(B, T, -1))
+
+    def logits(self, last: Tensor) -> Tensor:
+        """[..., D] of `step` -> [..., V] float32."""
+        flat = last.reshape(-1, last.shape[-1])
+        logits = linear_rows(
+            flat, self.weights.head, norm=self.weights.norm, eps=self.config.rms_norm_eps
+        )
+        return logits.view(*last.shape[:-1], -1).float()
+
+    def _residual(
+        self, x: Tensor, rows: _Rows, taps: TapSet | None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        tapped: dict[int, Tensor] = {}
+        for i, layer in enumerate(self.weights.layers):
+            x = self._attend(layer, x, rows, norm=layer.mixer_norm, residual=x)
+            x = self._transform(layer, x, norm=layer.mlp_norm, residual=x)
+            if taps is not None and i in taps.layer_ids:
+                tapped[i] = x
+        return x, tapped
+
+    def _attention_residuals(
+        self, x: Tensor, rows: _Rows, taps: TapSet | None
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        size, eps = self.config.attn_res_block_size, self.config.rms_norm_eps
+        assert size is not None
+        wanted = taps.layer_ids if taps is not None else ()
+        raw = taps is not None and taps.kind == "raw_prefix"
+        tapped: dict[int, Tensor] = {}
+        bank = x.new_empty(-(-len(self.weights.layers) // size), *x.shape)
+        prefix, held = x, 0
+        for i, layer in enumerate(self.weights.layers):
+            h, normed = attn_res_mix(
+                prefix, bank[:held], layer.mixer_key, eps, layer.mixer_norm, eps
+            )
+            if not raw and i - 1 in wanted:
+                tapped[i - 1] = h
+            starts = i % size == 0
+            if starts:
+                bank[held] = prefix
+                held += 1
+            prefix = self._attend(layer, normed, rows, residual=None if starts else prefix)
+            _, normed = attn_res_mix(prefix, bank[:held], layer.mlp_key, eps, layer.mlp_norm, eps)
+            prefix = self._transform(layer, normed, residual=prefix)
+            if raw and i in wanted:
+                tapped[i] = prefix
+        last, _ = attn_res_mix(prefix, bank[:held], self.weights.key, eps, self.weights.norm, eps)
+        if not raw and len(self.weights.layers) - 1 in wanted:
+            tapped[len(self.weights.layers) - 1] = last
+        return last, tapped
+
+    def _attend(
+        self,
+        layer: LayerWeights,
+        x: Tensor,
+        rows: _Rows,
+        *,
+        norm: Tensor | None = None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        mixer = layer.mixer
+        inputs = linear_rows(x, mixer.inputs, norm=norm, eps=self.config.rms_norm_eps)
+        if isinstance(mixer, KDAWeights):
+            out = self._kda(mixer, inputs, rows)
+        else:
+            out = self._mla(mixer, inputs, rows)
+        return linear_rows(out, mixer.output, residual=residual)
+
+    def _kda(self, w: KDAWeights, inputs: Tensor, rows: _Rows) -> Tensor:
+        """[n, HK] of the packed products [n, O] of one KDA layer."""
+        cache, index = rows.cache, len(rows.left)
+        raw, gate, low, beta = inputs.split(w.splits, dim=-1)
+        decay = linear_rows(low, w.decay)
+        if w.gate is not None:
+            gate = linear_rows(gate, w.gate)
+        shape = (rows.batch, rows.count, -1)
+        raw, gate, decay, beta = (x.view(shape) for x in (raw, gate, decay, beta))
+        out = kda_decode(
+            raw,
+            decay,
+            beta,
+            gate,
+            cache.rows[index],
+            cache.decay[index],
+            cache.beta[index],
+            cache.accepted,
+            cache.state[index],
+            w.conv,
+            w.A_log,
+            w.dt_bias,
+            w.norm,
+            self.config.rms_norm_eps,
+            self.config.kda_gate_lower_bound,
+            rows.upto,
+            rows.reach,
+        )
+        rows.left.append((raw, decay, beta))
+        return out.flatten(0, 1)
+
+    def _mla(self, w: MLAWeights, inputs: Tensor, rows: _Rows) -> Tensor:
+        """[n, H v] of the packed products [n, O] of one MLA layer."""
+        config, rank = self.config, self.config.kv_lora_rank
+        latents = rows.cache.latents[rows.latent_layers]
+        rows.latent_layers += 1
+        q, latent, gate = inputs.split(w.splits, dim=-1)
+        if w.query is not None:
+            q = linear_rows(q, w.query, norm=w.query_norm, eps=LORA_NORM_EPS)
+        shape = (rows.batch, rows.count)
+        lengths = rows.cache.lengths
+        latent_write(
+            latent.view(*shape, -1), w.latent_norm, LORA_NORM_EPS, rank, latents, lengths
+        )
+        heads, nope = w.key.shape[:2]
+        q = q.view(len(q), heads, -1)
+        absorbed = torch.matmul(q[..., :nope].transpose(0, 1), w.key).transpose(0, 1)
+        scale = (nope + config.qk_rope_head_dim) ** -0.5
+        q = torch.cat((absorbed, q[..., nope:]), dim=-1) * scale
+        mixed = mla_decode(q.view(*shape, heads, -1), latents, lengths, rows.upto, rank)
+        mixed = mixed.reshape(len(q), heads, rank).transpose(0, 1)
+        out = torch.matmul(mixed, w.value.transpose(1, 2)).transpose(0, 1).flatten(1)
+        return out * gate.sigmoid() if w.splits[2] else out
+
+    def _transform(
+        self, layer: LayerWeights, x: Tensor, *, norm: Tensor | None = None, residual: Tensor
+    ) -> Tensor:
+        w, eps = layer.mlp, self.config.rms_norm_eps
+        if isinstance(w, MoEWeights):
+            return moe_decode(
+                x, w, self.config, self._betas, norm=norm, eps=eps, residual=residual
+            )
+        return mlp(x, w, self._betas, norm=norm, eps=eps, residual=residual)
