@@ -25,11 +25,13 @@ import torch
 from torch import Tensor
 
 from dspark.errors import UserError
-from dspark_kernels import attn_res, kda, kda_states, linear_kda
+from dspark_kernels import attn_res, kda, kda_states, law, linear_kda, rng
 from dspark_kernels import latent_write as latent_write_op
 from dspark_kernels import linear_rows as linear_rows_op
+from dspark_kernels import markov_sample as markov_sample_op
 from dspark_kernels import mla_decode as mla_decode_op
 from dspark_kernels import moe_decode as moe_decode_op
+from dspark_kernels import verify_sample as verify_sample_op
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -172,3 +174,8 @@ linear_rows = _op("linear_rows", linear_rows_op.linear_rows)
 gated_rows = _op("gated_rows", linear_rows_op.gated_rows)
 moe_decode = _op("moe_decode", moe_decode_op.moe_decode)
 MoE, Experts, pack_moe = moe_decode_op.MoE, moe_decode_op.Experts, moe_decode_op.pack
+uniform = _op("uniform", rng.uniform, "rng_triton:uniform")
+markov_sample = _op("markov_sample", markov_sample_op.markov_sample)
+verify_sample = _op("verify_sample", verify_sample_op.verify_sample)
+Law, probs_of = law.Law, law.probs_of
+DRAFT_STREAM, JUDGE_STREAM = rng.DRAFT, rng.JUDGE
