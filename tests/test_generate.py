@@ -443,9 +443,25 @@ def test_without_a_drafter_it_decodes_plainly_and_says_so(run: Run, in_tmp: Path
         "note: no drafter in runs/nano-drafter, where `dspark distill` writes; decoding plainly, "
         "one token per step\n"
     )
-    code, _, err = run(QUESTION, "--siblings", "2")
-    assert code == 2
-    assert "--siblings: needs a drafter" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ([QUESTION, "--siblings", "2"], "--siblings: needs a drafter"),
+        ([QUESTION, "--logit-bias", "99999:1"], "token ids 0.."),
+        (["<|end_of_msg|>"], "prompt: a turn's text holds a token"),
+    ],
+)
+def test_nothing_is_noted_before_an_error(
+    run: Run, in_tmp: Path, args: list[str], expected: str
+) -> None:
+    """That there is no drafter does not matter to whoever gets no text either way."""
+    code, out, err = run(*args)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert expected in err
 
 
 def test_ctrl_c_keeps_what_was_generated(
@@ -604,7 +620,7 @@ def test_every_option_arrives(
 ) -> None:
     seen: list[GenerateOptions] = []
 
-    def take(options: GenerateOptions) -> dict[str, Any]:
+    def take(options: GenerateOptions, remarks: Sequence[str]) -> dict[str, Any]:
         seen.append(options)
         return {"finish": "end"}
 

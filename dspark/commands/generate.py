@@ -107,8 +107,9 @@ def generate(
 
     if plain and draft is not None:
         raise typer.BadParameter("--plain decodes without a drafter, --draft names one")
+    remarks: list[str] = []
     if draft is None and not plain:
-        draft = _own_draft(target)
+        draft = _own_draft(target, remarks)
     options = GenerateOptions(
         prompt=prompt,
         target=target,
@@ -142,7 +143,7 @@ def generate(
     from dspark.generation.run import run_generate
 
     try:
-        document = run_generate(options)
+        document = run_generate(options, remarks)
     except BrokenPipeError:  # whoever read the text has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(CLOSED) from None
@@ -150,8 +151,8 @@ def generate(
         raise typer.Exit(INTERRUPTED)
 
 
-def _own_draft(target: str) -> Path | None:
-    """The drafter where `dspark distill` writes, if it was made for this target; says if not."""
+def _own_draft(target: str, remarks: list[str]) -> Path | None:
+    """The drafter where `dspark distill` writes, if it was made for this target; remarks if not."""
     from dspark.distill.config import load_config
 
     folder = Path(load_config().out.dir)
@@ -164,5 +165,5 @@ def _own_draft(target: str) -> Path | None:
         if made_for is None or made_for.name == target:
             return folder
         missing = f"the drafter in {folder} was made for target {made_for.name}"
-    typer.echo(f"note: {missing}; decoding plainly, one token per step", err=True)
+    remarks.append(f"{missing}; decoding plainly, one token per step")
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
@@ -35,7 +36,8 @@ from dspark.runtime.loading import load_target
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.policies.choose import make_policy
 from dspark.runtime.policies.frontier import Policy
-from dspark.runtime.records import Generation
+from dspark.runtime.records import Emitted, Generation
+from dspark.runtime.requests import RoundCallback
 from dspark.runtime.stops import StopStrings
 from dspark.runtime.target import Target
 
@@ -54,9 +56,11 @@ class Loaded:
     warnings: tuple[str, ...]
 
 
-def run_generate(options: GenerateOptions) -> dict[str, Any]:
+def run_generate(options: GenerateOptions, remarks: Sequence[str] = ()) -> dict[str, Any]:
     """Generate and show one answer; returns the JSON document of it.
 
+    `remarks`, and what a user should know of the drafter, are said when the first token is there:
+    nothing is refused any more, so that an error stands alone.
     Ctrl-C while tokens come ends the text there (`finish` is then "interrupted").
     Raises UserError for whatever cannot be loaded or decoded.
     """
@@ -67,14 +71,21 @@ def run_generate(options: GenerateOptions) -> dict[str, Any]:
     notes = Console(stderr=True, highlight=False, markup=False)
     if not notes.is_terminal:
         notes.width = PICTURE_WIDTH
-    for warning in loaded.warnings:
-        notes.print(f"note: {warning}", soft_wrap=True)
     ids = prompt_ids(prompt, loaded.tokenizer, loaded.chat, options.system)
     stops, ends = endings(options.stop, loaded.tokenizer, loaded.target.end_token_ids)
     screen = _screen(options)
     stop = StopStrings(stops, loaded.tokenizer)
     reader = Reader(stop.start(min_new_tokens=options.min_new_tokens), ends, screen.show)
-    account = _decode(options, loaded, ids, stop, ends, reader)
+    unsaid = [f"note: {remark}" for remark in (*remarks, *loaded.warnings)]
+
+    def read(emitted: Sequence[Emitted]) -> None:
+        while unsaid:
+            notes.print(unsaid.pop(0), soft_wrap=True)
+        reader.read(emitted)
+
+    account = _decode(options, loaded, ids, stop, ends, read)
+    reader.finish()
+    account = account or Account.interrupted(reader.pieces)
     screen.finish()
     if options.stats:
         for part in account.parts():
@@ -143,8 +154,9 @@ def _decode(
     ids: list[int],
     stop: StopStrings,
     ends: list[int],
-    reader: Reader,
-) -> Account:
+    read: RoundCallback,
+) -> Account | None:
+    """None if Ctrl-C came first."""
     if loaded.drafter is None:
         generate = partial(plain_generate, loaded.target)
     else:
@@ -162,12 +174,10 @@ def _decode(
             stop=stop if stop.strings else None,
             end_token_ids=ends,
             seed=options.seed,
-            on_round=reader.read,
+            on_round=read,
         )
     except KeyboardInterrupt:
-        reader.finish()
-        return Account.interrupted(reader.pieces)
-    reader.finish()
+        return None
     return Account.of(generation)
 
 

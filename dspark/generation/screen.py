@@ -75,15 +75,16 @@ class Plain:
 
 
 class Marked:
-    """Every token with where it came from; `picture` repeats it as an SVG file."""
+    """Every token with where it came from, below a legend; `picture` repeats it as an SVG file."""
 
     def __init__(self, out: TextIO) -> None:
         self._console = Console(file=out, highlight=False, markup=False)
         self._colour = self._console.color_system is not None and not self._console.no_color
         self._pieces: list[Piece] = []
-        self._write(legend(self._colour) + Text("\n"))
 
     def show(self, piece: Piece) -> None:
+        if not self._pieces:
+            self._write(legend(self._colour) + Text("\n"))
         self._pieces.append(piece)
         self._write(marked(piece, self._colour))
 
