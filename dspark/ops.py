@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from dspark.errors import UserError
-from dspark_kernels import attn_res, kda, kda_states, law, linear_kda, rng
+from dspark_kernels import adamw as adamw_op
+from dspark_kernels import attn_res, distill_loss, kda, kda_states, law, linear_kda, rng
 from dspark_kernels import latent_write as latent_write_op
 from dspark_kernels import linear_rows as linear_rows_op
 from dspark_kernels import markov_sample as markov_sample_op
@@ -179,3 +180,7 @@ markov_sample = _op("markov_sample", markov_sample_op.markov_sample)
 verify_sample = _op("verify_sample", verify_sample_op.verify_sample)
 Law, probs_of = law.Law, law.probs_of
 DRAFT_STREAM, JUDGE_STREAM = rng.DRAFT, rng.JUDGE
+distill_terms = _op("distill_terms", distill_loss.terms, "distill_loss_triton:terms")
+distill_pull = _op("distill_pull", distill_loss.pull, "distill_loss_triton:pull")
+adamw = _op("adamw", adamw_op.adamw, "adamw_triton:adamw")
+Moments, Rates = adamw_op.Moments, adamw_op.Rates

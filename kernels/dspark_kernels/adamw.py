@@ -1,0 +1,139 @@
+"""AdamW in one pass over a parameter, with moments kept in four bytes, two or one.
+
+    g <- scale g      m <- b1 m + (1 - b1) g      v <- b2 v + (1 - b2) g^2
+    w <- (1 - lr wd) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+`scale` is a number on the device: what divides a sum of losses and what clips a norm need not
+reach the host before the update is on its way. Where it is not finite nothing is changed.
+
+Moments come as float32, as bfloat16, or as one-byte codes with a float32 scale for every `BLOCK`
+values: a code c of n stands for (c/n)^k of its block's largest magnitude, k = 2, n = 127 with a
+sign for m, k = 4, n = 255 for v. Both of the small kinds round at random to one of two neighbours,
+so that a change below half their distance is not lost each time; a v above zero never becomes zero.
+
+Letters: N values of a parameter, t updates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+"""Values that share a scale."""
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """m and v of a parameter, in any of the three forms; `adamw` writes them in place.
+
+    first, second: [N] float32 or bfloat16, or int8 and uint8 codes.
+    first_scales, second_scales: [ceil(N / BLOCK)] float32 beside codes, else None.
+    """
+
+    first: Tensor
+    second: Tensor
+    first_scales: Tensor | None = None
+    second_scales: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Numbers of one update. `updates`: t, from 1. `seed`: of the rounding, below 2^31."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    updates: int
+    seed: int
+
+
+def adamw(weight: Tensor, gradient: Tensor, moments: Moments, scale: Tensor, rates: Rates) -> None:
+    """One update of `weight` [N] float32, in place, from a gradient [N] in float32 or bfloat16.
+
+    Args:
+        weight: Contiguous.
+        gradient: Only read.
+        moments: Updated in place.
+        scale: [] float32, what the gradient is multiplied by.
+        rates: Of this update.
+    """
+    if not bool(torch.isfinite(scale)):
+        return
+    g = gradient.float() * scale
+    first, second = (
+        unpacked(moments.first, moments.first_scales),
+        unpacked(moments.second, moments.second_scales),
+    )
+    first = first + (1 - rates.beta1) * (g - first)
+    second = rates.beta2 * second + (1 - rates.beta2) * g * g
+    rate, spread = corrections(rates)
+    weight.mul_(1 - rates.lr * rates.weight_decay)
+    weight.sub_(rate * first / ((second * spread).sqrt() + rates.eps))
+    generator = torch.Generator(weight.device).manual_seed(rates.seed)
+    for value, codes, scales in (
+        (first, moments.first, moments.first_scales),
+        (second, moments.second, moments.second_scales),
+    ):
+        _pack(value, codes, scales, generator)
+
+
+def corrections(rates: Rates) -> tuple[float, float]:
+    """lr / (1 - b1^t) and 1 / (1 - b2^t)."""
+    rate = rates.lr / (1 - rates.beta1**rates.updates)
+    return rate, 1 / (1 - rates.beta2**rates.updates)
+
+
+def unpacked(values: Tensor, scales: Tensor | None) -> Tensor:
+    """A moment in float32."""
+    if scales is None:
+        return values.float()
+    codes, power = _scheme(values)
+    wide = values.float() / codes
+    wide = wide.sign() * wide.abs() ** power
+    return wide * scales.repeat_interleave(BLOCK)[: len(values)]
+
+
+def _scheme(codes: Tensor) -> tuple[int, int]:
+    """n and k."""
+    return (127, 2) if codes.dtype == torch.int8 else (255, 4)
+
+
+def _pack(value: Tensor, out: Tensor, scales: Tensor | None, generator: torch.Generator) -> None:
+    if scales is not None:
+        _pack_codes(value, out, scales, generator)
+    elif out.dtype == torch.float32:
+        out.copy_(value)
+    else:
+        noise = torch.randint(
+            1 << 16, value.shape, generator=generator, device=value.device, dtype=torch.int32
+        )
+        out.copy_(((value.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32))
+
+
+def _pack_codes(value: Tensor, out: Tensor, scales: Tensor, generator: torch.Generator) -> None:
+    codes, power = _scheme(out)
+    blocks = torch.nn.functional.pad(value, (0, -len(value) % BLOCK)).view(-1, BLOCK)
+    scales.copy_(blocks.abs().amax(-1))
+    share = blocks.abs() / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+    below = (share ** (1 / power) * codes).floor().clamp(max=codes - 1)
+    low, high = (below / codes) ** power, ((below + 1) / codes) ** power
+    noise = torch.rand(share.shape, generator=generator, device=share.device)
+    code = below + (noise < (share - low) / (high - low))
+    code = (
+        code * blocks.sign()
+        if out.dtype == torch.int8
+        else torch.where(blocks > 0, code.clamp_min(1), code)
+    )
+    out.copy_(code.view(-1)[: len(value)])
+
+
+def cost(count: int, gradient: int, moments: Moments) -> int:
+    """Bytes of one update: weight and moments read and written, a gradient of that size read."""
+    kept = (moments.first, moments.second, moments.first_scales, moments.second_scales)
+    state = sum(x.numel() * x.element_size() for x in kept if x is not None)
+    return count * (8 + gradient) + 2 * state
