@@ -27,6 +27,7 @@ from torch import Tensor
 from dspark.errors import UserError
 from dspark_kernels import adamw as adamw_op
 from dspark_kernels import attn_res, distill_loss, kda, kda_states, law, linear_kda, rng
+from dspark_kernels import kda_decode as kda_decode_op
 from dspark_kernels import latent_write as latent_write_op
 from dspark_kernels import linear_rows as linear_rows_op
 from dspark_kernels import markov_sample as markov_sample_op
@@ -162,6 +163,8 @@ def forget() -> None:
 
 kda_chunk = _op("kda_chunk", kda.chunk)
 kda_step = _op("kda_step", kda.step)
+kda_decode = _op("kda_decode", kda_decode_op.kda_decode)
+kda_path = _op("kda_path", kda_decode_op.kda_path)
 kda_states_at = _op("kda_states_at", kda_states.states_at)
 linear_kda_block = _op("linear_kda_block", linear_kda.block)
 linear_kda_norm = linear_kda.norm_of_A
