@@ -36,7 +36,7 @@ def target_at_hand(name: str | None) -> tuple[TargetFacts | None, TargetCopies |
         str(loaded.path.resolve()),
     )
     embed = target.embed(torch.arange(target.table_size, device=target.device))
-    return facts, TargetCopies(embed, target.head_weight())
+    return facts, TargetCopies(embed, target.head_weight(), target.head_rest)
 
 
 def parse_rope(text: str | None) -> Rope | None:

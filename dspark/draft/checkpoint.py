@@ -47,10 +47,14 @@ COPY_NAMES = ("embed_tokens.weight", "lm_head.weight")
 
 @dataclass(frozen=True, eq=False)
 class TargetCopies:
-    """Frozen target tensors to store along: `embed` and `lm_head`, both [V, D]."""
+    """Frozen target tensors to store along: `embed` and `lm_head`, both [V, D].
+
+    `head_rest` says what the target's logits are beyond hidden @ lm_head.T; empty: nothing.
+    """
 
     embed: Tensor
     lm_head: Tensor
+    head_rest: str = ""
 
 
 def save_drafter(

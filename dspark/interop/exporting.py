@@ -106,6 +106,11 @@ def _tables(
         return {}
     if target is None:
         raise ValueError(f"stores the target's {' and '.join(wanted)} along; give --target")
+    if target.head_rest and "lm_head.weight" in wanted:
+        raise ValueError(
+            f"stores a copy of the target's LM head, but the target puts {target.head_rest} behind "
+            "that matrix, which a copy does not carry: its engine would draft from other logits"
+        )
     shape = (config.vocab_size, config.hidden_size)
     for name, table in zip(COPIES, (target.embed, target.lm_head), strict=True):
         if tuple(table.shape) != shape:

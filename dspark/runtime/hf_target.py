@@ -81,7 +81,15 @@ class HFTarget:
 
     def head_weight(self) -> Tensor:
         """See `Target.head_weight`."""
-        return self.parts.weight
+        weight, scale = self.parts.weight, self.parts.rule.scale
+        return weight if scale == 1.0 else (weight.float() * scale).to(weight.dtype)
+
+    @property
+    def head_rest(self) -> str:
+        """See `Target.head_rest`."""
+        cap = self.parts.rule.cap
+        bias = "" if self.parts.bias is None else "a bias"
+        return " and ".join(filter(None, (bias, "" if cap is None else f"a soft cap at {cap:g}")))
 
 
 class RowTarget(HFTarget):

@@ -63,6 +63,11 @@ class K3Target:
         """See `Target.head_weight`."""
         return self.model.lm_head.weight
 
+    @property
+    def head_rest(self) -> str:
+        """See `Target.head_rest`."""
+        return ""
+
     def head(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
         """See `Target.head`."""
         rows = self._head[ids]

@@ -165,8 +165,13 @@ class Target(Protocol):
     def head_weight(self) -> Tensor:
         """[rows, D], the LM head's matrix with its padding rows, for layouts that store a copy.
 
-        What else `logits` does (a scale, a cap, a bias) is not in it.
+        A factor of the logits is in it; `head_rest` is not.
         """
+        ...
+
+    @property
+    def head_rest(self) -> str:
+        """What `logits` does beyond `head_weight`, in words; empty: nothing."""
         ...
 
     def new_cache(self, batch: int, max_length: int) -> Cache:
