@@ -83,12 +83,17 @@ def pack_rows(linears: Sequence[nn.Linear]) -> Tensor:
     is bound by the number of operations, and of a large one by launches between the weight reads.
     """
     packed = torch.cat([layer.weight.detach() for layer in linears])
+    share_rows(linears, packed)
+    return packed
+
+
+def share_rows(linears: Sequence[nn.Linear], packed: Tensor) -> None:
+    """Make the weights of linears views of one [sum out, in] matrix that holds them."""
     row = 0
     for layer in linears:
         rows = layer.weight.shape[0]
         layer.weight.data = packed[row : row + rows]
         row += rows
-    return packed
 
 
 class Packable(nn.Module):
@@ -109,6 +114,11 @@ class Packable(nn.Module):
 
     def pack_(self) -> None:
         self._packed = pack_rows(self._packable())
+
+    def hold_packed(self, packed: Tensor) -> None:
+        """Go on with another tensor that holds the packed weights."""
+        share_rows(self._packable(), packed)
+        self._packed = packed
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         self._packed = None

@@ -1,20 +1,24 @@
 """The state of a batch of requests in tensors that stay where they are from the first step on.
 
-Between two steps a KDA layer holds the state after all committed tokens but those of the last
-block, and that block's raw rows; ``accepted`` says, on the device, how many of them count. The next
-step replays those and reads its own rows in one pass over the state, which it writes once: nothing
+Between two steps a KDA layer holds the state before the rows that were accepted last, and those
+rows as its projections made them; ``accepted`` says, on the device, how many they are. The next
+step replays them and reads its own rows in one pass over the state, which it writes once: nothing
 is ever undone, because nothing was done. An MLA layer wrote the latents of the block behind the
 committed ones; accepting moves the length.
 
-    rows      [N, B, W-1+P, C]    raw rows before the convolution: window, then the last block
-    decay     [N, B, P, HK]       decay pre-activations of the last block
-    beta      [N, B, P, H]        write strengths of the last block, before the sigmoid
+A cache without slots is for plain decoding: every row of a step counts, and the state goes past it
+at once.
+
+    rows      [N, B, W-1+P, C]    window of the convolution, then the slots
+    decay     [N, B, P, HK]       decay pre-activations of the slots
+    beta      [N, B, P, H]        write strengths of the slots, before the sigmoid
     state     [N, B, H, K, K]     float32
     latents   [M, B, L, R+p]
-    lengths, accepted [B] int64   committed tokens, and how many of them wait to be replayed
+    lengths, accepted [B] int64   committed tokens, and how many of them wait in the slots
 
-Letters: N KDA layers, M MLA layers, B batch, P most rows of a step, L slots, C = 3 H K channels, W
-width of the convolution, H heads, K head dim, R latent rank, p shared-key width.
+Letters: N KDA layers, M MLA layers, B seats, T rows of a step, P slots, L places for latents,
+C = 3 H K channels, W width of the convolution, H heads, K head dim, R latent rank, p shared-key
+width.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dspark import ops
 from dspark.k3.cache import K3Cache
 from dspark.k3.config import K3Config
 from dspark.k3.snapshot import Snapshot
@@ -32,8 +37,9 @@ class StaticCache:
 
     Args:
         batch: B.
-        max_length: Longest text of a seat. A step writes behind it, so L is this and ``rows``.
-        rows: P.
+        max_length: Longest text of a seat.
+        rows: Most rows of a step; a step writes behind ``max_length``, so L is the sum of the two.
+        slots: Whether rows stay pending, P = ``rows``; otherwise P = 0.
         dtype: Of rows and latents; states are float32 always.
 
     No method but `load` waits for the device. `commit` checks nothing, since that would be to read
@@ -48,19 +54,21 @@ class StaticCache:
         rows: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        slots: bool = True,
     ) -> None:
-        self.config, self.max_length, self.rows_most = config, max_length, rows
+        self.config, self.max_length, self.most_rows = config, max_length, rows
         H, K = config.kda_num_heads, config.kda_head_dim
-        full = len(config.full_attention_layers)
-        linear, window = config.num_hidden_layers - full, config.kda_conv_size - 1
+        full, window = len(config.full_attention_layers), config.kda_conv_size - 1
+        linear, count = config.num_hidden_layers - full, rows if slots else 0
         width = config.kv_lora_rank + config.qk_rope_head_dim
 
         def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
             return torch.zeros(shape, dtype=kind, device=device)
 
-        self.rows = zeros(linear, batch, window + rows, 3 * H * K)
-        self.decay = zeros(linear, batch, rows, H * K)
-        self.beta = zeros(linear, batch, rows, H)
+        self.rows = zeros(linear, batch, window + count, 3 * H * K)
+        self.decay = zeros(linear, batch, count, H * K)
+        self.beta = zeros(linear, batch, count, H)
         self.state = zeros(linear, batch, H, K, K, kind=torch.float32)
         self.latents = zeros(full, batch, max_length + rows, width)
         self.lengths = zeros(batch, kind=torch.int64)
@@ -72,47 +80,42 @@ class StaticCache:
         return len(self.lengths)
 
     @property
+    def folds(self) -> bool:
+        """Whether every row of a step counts at once."""
+        return self.decay.shape[2] == 0
+
+    @property
     def nbytes(self) -> int:
-        """Bytes held."""
-        held = (self.rows, self.decay, self.beta, self.state, self.latents)
-        return sum(x.numel() * x.element_size() for x in (*held, self.lengths, self.accepted))
+        """Bytes held from step to step."""
+        held = (*self._seats(), self.lengths, self.accepted)
+        return sum(x.numel() * x.element_size() for x in held)
 
-    def keep(self, rows: Tensor, decay: Tensor, beta: Tensor) -> None:
-        """The block of this step takes the place of the last one.
+    def _seats(self) -> tuple[Tensor, ...]:
+        return self.rows, self.decay, self.beta, self.state, self.latents
 
-        Args:
-            rows: [N, B, T, C]. decay: [N, B, T, HK]. beta: [N, B, T, H].
-        """
-        window, count = self.config.kda_conv_size - 1, rows.shape[2]
-        at = self.accepted[:, None] + torch.arange(window, device=rows.device)
-        index = at[None, :, :, None].expand(len(rows), -1, -1, rows.shape[3])
-        self.rows[:, :, :window] = self.rows.gather(2, index)
-        self.rows[:, :, window : window + count] = rows
-        self.decay[:, :, :count] = decay
-        self.beta[:, :, :count] = beta
-
-    def commit(self, accepted: Tensor) -> None:
-        """Accept the first rows of the last block, [B] int64 of 0..T; after every step, once."""
-        self.accepted.copy_(accepted)
-        self.lengths.add_(accepted)
-
-    def commit_path(self, path: Tensor, accepted: Tensor) -> None:
-        """Accept a path of the last block, which was a tree.
+    def commit(self, counts: Tensor, path: Tensor | None = None) -> None:
+        """Accept rows of the last step, after every step and once.
 
         Args:
-            path: [B, T] int64, rows of the block from the root; what stands behind the first
-                ``accepted`` [B] of them does not matter, as long as it lies in 0..T-1.
+            counts: [B] int64, how many. A cache without slots knows all of them or, in a seat
+                whose text has ended, none.
+            path: [B, T'] int64, which rows these are, from the root of a tree down; behind
+                ``counts`` anything of i..T-1 at place i. None: the first ones.
         """
-        window = self.config.kda_conv_size - 1
-        for held, before in ((self.rows, window), (self.decay, 0), (self.beta, 0)):
-            index = (before + path)[None, :, :, None].expand(len(held), -1, -1, held.shape[3])
-            held[:, :, before : before + path.shape[1]] = held.gather(2, index)
+        if path is not None:
+            ops.kda_path(self.rows, self.decay, self.beta, path)
+            self._place(path)
+        if not self.folds:
+            self.accepted.copy_(counts)
+        self.lengths.add_(counts)
+
+    def _place(self, path: Tensor) -> None:
+        """Latents of a path to where they would stand had they been the first rows."""
         here = self.lengths[:, None] + torch.arange(path.shape[1], device=path.device)
         there = self.lengths[:, None] + path
         shape = (len(self.latents), *path.shape, self.latents.shape[3])
         moved = self.latents.gather(2, there[None, :, :, None].expand(shape))
         self.latents.scatter_(2, here[None, :, :, None].expand(shape), moved)
-        self.commit(accepted)
 
     def load(self, seat: int, cache: K3Cache, row: int = 0) -> None:
         """Seat a request of an ordinary cache, which stays as it is.
@@ -140,7 +143,7 @@ class StaticCache:
 
     def reset(self, seat: int) -> None:
         """Empty a seat; whatever it held, also NaN, is gone."""
-        for held in (self.rows, self.decay, self.beta, self.state, self.latents):
+        for held in self._seats():
             held[:, seat].zero_()
         self.lengths[seat] = 0
         self.accepted[seat] = 0

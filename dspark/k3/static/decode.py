@@ -12,31 +12,18 @@ Letters: B seats, T rows of a step, n = B T, D hidden, N taps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dspark import ops
 from dspark.k3.layers import LORA_NORM_EPS
 from dspark.k3.model import K3ForCausalLM
 from dspark.k3.static.cache import StaticCache
-from dspark.k3.static.standins import (
-    attn_res_mix,
-    kda_decode,
-    latent_write,
-    linear_rows,
-    mla_decode,
-    mlp,
-    moe_decode,
-)
-from dspark.k3.static.weights import (
-    KDAWeights,
-    LayerWeights,
-    MLAWeights,
-    MoEWeights,
-    pack,
-)
+from dspark.k3.static.weights import KDAWeights, LayerWeights, MLAWeights, pack, situ_betas
 from dspark.k3.tree import Tree, ancestors
 from dspark.taps import TapSet
 
@@ -45,17 +32,19 @@ from dspark.taps import TapSet
 class StepOutput:
     """Result of a step.
 
-    last  [B, T, D], before the final norm: `StaticDecoder.logits` takes it from there
-    taps  [B, T, N*D], tapped states side by side, ascending layer id; None if none were asked
+    last    [B, T, D], before the final norm: `StaticDecoder.logits` takes it from there
+    taps    [B, T, N*D], tapped states side by side, ascending layer id; None if none were asked
+    chosen  of every layer with experts, those that each row chose: [n, k] int32
     """
 
     last: Tensor
     taps: Tensor | None
+    chosen: list[Tensor]
 
 
 @dataclass
 class _Rows:
-    """What the layers of one step share, and the KDA rows that they leave for the cache.
+    """What the layers of one step share, and what they leave.
 
     upto [B or 1, T, T] and reach [B or 1, T, W] of a tree, see `dspark.k3.tree`
     """
@@ -65,18 +54,18 @@ class _Rows:
     count: int
     upto: Tensor | None
     reach: Tensor | None
-    left: list[tuple[Tensor, Tensor, Tensor]]
-    latent_layers: int = 0
+    chosen: list[Tensor] = field(default_factory=list)
+    linear: int = 0
+    full: int = 0
 
 
 class StaticDecoder:
     """A `K3ForCausalLM` as a static pass; the model goes on working and shares the weights."""
 
-    def __init__(self, model: K3ForCausalLM) -> None:
+    def __init__(self, model: K3ForCausalLM, *, mxfp4: bool = False) -> None:
         self.config = model.config
-        self.weights = pack(model)
-        act = self.config.hidden_act == "situ"
-        self._betas = (self.config.situ_beta, self.config.situ_linear_beta) if act else None
+        self.weights = pack(model, mxfp4=mxfp4)
+        self._situ = situ_betas(self.config)
 
     @property
     def device(self) -> torch.device:
@@ -88,9 +77,12 @@ class StaticDecoder:
         """Of the weights."""
         return self.weights.head.dtype
 
-    def new_cache(self, batch: int, max_length: int, rows: int) -> StaticCache:
-        """Empty seats for steps of at most ``rows`` rows."""
-        return StaticCache(self.config, batch, max_length, rows, self.dtype, self.device)
+    def new_cache(
+        self, batch: int, max_length: int, rows: int = 1, *, slots: bool = True
+    ) -> StaticCache:
+        """Empty seats for steps of at most ``rows`` rows; see `StaticCache`."""
+        place = (self.dtype, self.device)
+        return StaticCache(self.config, batch, max_length, rows, *place, slots=slots)
 
     def step(
         self,
@@ -100,7 +92,7 @@ class StaticDecoder:
         parents: Tensor | None = None,
         taps: TapSet | None = None,
     ) -> StepOutput:
-        """Read rows; they stay pending until `StaticCache.commit`, which must follow.
+        """Read rows; they wait for `StaticCache.commit`, which must follow.
 
         Args:
             tokens: [B, T] int64, T no more than the cache's ``rows``.
@@ -114,19 +106,18 @@ class StaticDecoder:
             parents = parents.unsqueeze(0) if parents.dim() == 1 else parents
             tree = Tree(parents, None, ancestors(parents))
             upto, reach = tree.upto, tree.taps(self.config.kda_conv_size)
-        rows = _Rows(cache, B, T, upto, reach, [])
+        rows = _Rows(cache, B, T, upto, reach)
         x = F.embedding(tokens.reshape(-1), self.weights.embedding)
         plain = self.config.attn_res_block_size is None
         last, tapped = (self._residual if plain else self._attention_residuals)(x, rows, taps)
-        if rows.left:
-            cache.keep(*(torch.stack(held) for held in zip(*rows.left, strict=True)))
         joined = None if taps is None else torch.cat([tapped[i] for i in taps.layer_ids], dim=-1)
-        return StepOutput(last.view(B, T, -1), None if joined is None else joined.view(B, T, -1))
+        joined = None if joined is None else joined.view(B, T, -1)
+        return StepOutput(last.view(B, T, -1), joined, rows.chosen)
 
     def logits(self, last: Tensor) -> Tensor:
         """[..., D] of `step` -> [..., V] float32."""
         flat = last.reshape(-1, last.shape[-1])
-        logits = linear_rows(
+        logits = ops.linear_rows(
             flat, self.weights.head, norm=self.weights.norm, eps=self.config.rms_norm_eps
         )
         return logits.view(*last.shape[:-1], -1).float()
@@ -137,7 +128,7 @@ class StaticDecoder:
         tapped: dict[int, Tensor] = {}
         for i, layer in enumerate(self.weights.layers):
             x = self._attend(layer, x, rows, norm=layer.mixer_norm, residual=x)
-            x = self._transform(layer, x, norm=layer.mlp_norm, residual=x)
+            x = self._transform(layer, x, rows, norm=layer.mlp_norm, residual=x)
             if taps is not None and i in taps.layer_ids:
                 tapped[i] = x
         return x, tapped
@@ -153,21 +144,20 @@ class StaticDecoder:
         bank = x.new_empty(-(-len(self.weights.layers) // size), *x.shape)
         prefix, held = x, 0
         for i, layer in enumerate(self.weights.layers):
-            h, normed = attn_res_mix(
-                prefix, bank[:held], layer.mixer_key, eps, layer.mixer_norm, eps
-            )
+            starts = i % size == 0
+            read = partial(ops.attn_res_mix, prefix, bank, held, layer.mixer_key, eps)
+            h, normed = read(layer.mixer_norm, eps, append=starts)
+            held += starts
             if not raw and i - 1 in wanted:
                 tapped[i - 1] = h
-            starts = i % size == 0
-            if starts:
-                bank[held] = prefix
-                held += 1
             prefix = self._attend(layer, normed, rows, residual=None if starts else prefix)
-            _, normed = attn_res_mix(prefix, bank[:held], layer.mlp_key, eps, layer.mlp_norm, eps)
-            prefix = self._transform(layer, normed, residual=prefix)
+            read = partial(ops.attn_res_mix, prefix, bank, held, layer.mlp_key, eps)
+            _, normed = read(layer.mlp_norm, eps)
+            prefix = self._transform(layer, normed, rows, residual=prefix)
             if raw and i in wanted:
                 tapped[i] = prefix
-        last, _ = attn_res_mix(prefix, bank[:held], self.weights.key, eps, self.weights.norm, eps)
+        key, norm = self.weights.key, self.weights.norm
+        last, _ = ops.attn_res_mix(prefix, bank, held, key, eps, norm, eps)
         if not raw and len(self.weights.layers) - 1 in wanted:
             tapped[len(self.weights.layers) - 1] = last
         return last, tapped
@@ -182,27 +172,28 @@ class StaticDecoder:
         residual: Tensor | None,
     ) -> Tensor:
         mixer = layer.mixer
-        inputs = linear_rows(x, mixer.inputs, norm=norm, eps=self.config.rms_norm_eps)
+        inputs = ops.linear_rows(x, mixer.inputs, norm=norm, eps=self.config.rms_norm_eps)
         if isinstance(mixer, KDAWeights):
             out = self._kda(mixer, inputs, rows)
         else:
             out = self._mla(mixer, inputs, rows)
-        return linear_rows(out, mixer.output, residual=residual)
+        return ops.linear_rows(out, mixer.output, residual=residual)
 
     def _kda(self, w: KDAWeights, inputs: Tensor, rows: _Rows) -> Tensor:
         """[n, HK] of the packed products [n, O] of one KDA layer."""
-        cache, index = rows.cache, len(rows.left)
-        raw, gate, low, beta = inputs.split(w.splits, dim=-1)
-        decay = linear_rows(low, w.decay)
-        if w.gate is not None:
-            gate = linear_rows(gate, w.gate)
         shape = (rows.batch, rows.count, -1)
-        raw, gate, decay, beta = (x.view(shape) for x in (raw, gate, decay, beta))
-        out = kda_decode(
-            raw,
-            decay,
-            beta,
-            gate,
+        raw, gate, low, beta = inputs.split(w.splits, dim=-1)
+        factors, rank, _ = w.second.shape
+        first = inputs[:, sum(w.splits[:3]) - factors * rank : sum(w.splits[:3])]
+        second = torch.bmm(first.view(-1, factors, rank).transpose(0, 1), w.second)
+        gate, decay = second[0] if factors > 1 else gate, second[-1]
+        cache, index = rows.cache, rows.linear
+        rows.linear += 1
+        out = ops.kda_decode(
+            raw.view(shape),
+            decay.view(shape),
+            beta.view(shape),
+            gate.view(shape),
             cache.rows[index],
             cache.decay[index],
             cache.beta[index],
@@ -216,39 +207,47 @@ class StaticDecoder:
             self.config.kda_gate_lower_bound,
             rows.upto,
             rows.reach,
+            cache.folds,
         )
-        rows.left.append((raw, decay, beta))
         return out.flatten(0, 1)
 
     def _mla(self, w: MLAWeights, inputs: Tensor, rows: _Rows) -> Tensor:
         """[n, H v] of the packed products [n, O] of one MLA layer."""
         config, rank = self.config, self.config.kv_lora_rank
-        latents = rows.cache.latents[rows.latent_layers]
-        rows.latent_layers += 1
+        latents, lengths = rows.cache.latents[rows.full], rows.cache.lengths
+        rows.full += 1
         q, latent, gate = inputs.split(w.splits, dim=-1)
         if w.query is not None:
-            q = linear_rows(q, w.query, norm=w.query_norm, eps=LORA_NORM_EPS)
-        shape = (rows.batch, rows.count)
-        lengths = rows.cache.lengths
-        latent_write(
-            latent.view(*shape, -1), w.latent_norm, LORA_NORM_EPS, rank, latents, lengths
-        )
+            q = ops.linear_rows(q, w.query, norm=w.query_norm, eps=LORA_NORM_EPS)
         heads, nope = w.key.shape[:2]
-        q = q.view(len(q), heads, -1)
-        absorbed = torch.matmul(q[..., :nope].transpose(0, 1), w.key).transpose(0, 1)
-        scale = (nope + config.qk_rope_head_dim) ** -0.5
-        q = torch.cat((absorbed, q[..., nope:]), dim=-1) * scale
-        mixed = mla_decode(q.view(*shape, heads, -1), latents, lengths, rows.upto, rank)
-        mixed = mixed.reshape(len(q), heads, rank).transpose(0, 1)
-        out = torch.matmul(mixed, w.value.transpose(1, 2)).transpose(0, 1).flatten(1)
-        return out * gate.sigmoid() if w.splits[2] else out
+        shape = (rows.batch, rows.count)
+        q = ops.mla_absorb(
+            q.view(*shape, heads, -1),
+            latent.view(*shape, -1),
+            w.key,
+            (nope + config.qk_rope_head_dim) ** -0.5,
+            latents,
+            w.latent_norm,
+            LORA_NORM_EPS,
+            lengths,
+        )
+        gates = gate.view(*shape, -1) if w.splits[2] else None
+        out = ops.mla_output(q, latents, lengths, rank, w.value, gates, rows.upto)
+        return out.flatten(0, 1)
 
     def _transform(
-        self, layer: LayerWeights, x: Tensor, *, norm: Tensor | None = None, residual: Tensor
+        self,
+        layer: LayerWeights,
+        x: Tensor,
+        rows: _Rows,
+        *,
+        norm: Tensor | None = None,
+        residual: Tensor,
     ) -> Tensor:
         w, eps = layer.mlp, self.config.rms_norm_eps
-        if isinstance(w, MoEWeights):
-            return moe_decode(
-                x, w, self.config, self._betas, norm=norm, eps=eps, residual=residual
-            )
-        return mlp(x, w, self._betas, norm=norm, eps=eps, residual=residual)
+        if isinstance(w, ops.MoE):
+            out, chosen = ops.moe_decode(x, w, norm=norm, eps=eps, residual=residual)
+            rows.chosen.append(chosen)
+            return out
+        hidden = ops.gated_rows(x, w.gate_up, norm=norm, eps=eps, situ=self._situ)
+        return ops.linear_rows(hidden, w.down, residual=residual)

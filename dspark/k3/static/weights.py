@@ -9,33 +9,36 @@ Packing re-points the parameters of the model to views of the packed matrices, s
 pass share them. Only vectors, and matrices of a few rows, are stored twice.
 
 Letters: D hidden, H heads, K head dim of KDA, W rows of the convolution, R latent rank, n nope
-width, p shared-key width, v value width, I intermediate, L width of an expert's input, E experts.
+width, p shared-key width, v value width, I width inside an MLP.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, is_dataclass
 
 import torch
 from torch import Tensor, nn
 
+from dspark import ops
+from dspark.k3.config import K3Config
 from dspark.k3.kda import KDA
 from dspark.k3.layers import GatedMLP, Packable, RMSNorm
 from dspark.k3.mla import MLA
 from dspark.k3.model import DecoderLayer, K3ForCausalLM
-from dspark.k3.moe import LatentMoE
+from dspark.k3.moe import Experts, LatentMoE
+from dspark.k3.mxfp4 import quantise
 
 
 @dataclass(frozen=True)
 class KDAWeights:
-    """inputs [O, D] of `splits` = (3HK, gate, decay, H) columns; decay [HK, K]; gate [HK, K] or None
-    where it has full rank; conv [W, 3HK], A_log [H], dt_bias [HK], norm [K] float32;
-    output [D, HK]."""
+    """inputs [O, D] of `splits` = (3HK, gate, decay, H) columns; second factors [K, HK] of the
+    low-rank ones: of gate and decay [2, K, HK], or of the decay alone [1, K, HK]; conv [W, 3HK],
+    A_log [H], dt_bias [HK], norm [K] float32; output [D, HK]."""
 
     inputs: Tensor
     splits: tuple[int, int, int, int]
-    decay: Tensor
-    gate: Tensor | None
+    second: Tensor
     conv: Tensor
     A_log: Tensor
     dt_bias: Tensor
@@ -67,27 +70,11 @@ class MLPWeights:
 
 
 @dataclass(frozen=True)
-class MoEWeights:
-    """router [E, D]; bias [E] float32; w1, w3 [E, I, L]; w2 [E, L, I]; down [L, D], up [D, L] and
-    norm [L] of the latent space, or None; shared MLP or None."""
-
-    router: Tensor
-    bias: Tensor
-    w1: Tensor
-    w3: Tensor
-    w2: Tensor
-    down: Tensor | None
-    up: Tensor | None
-    norm: Tensor | None
-    shared: MLPWeights | None
-
-
-@dataclass(frozen=True)
 class LayerWeights:
     """One layer; the keys [D] float32 of its two reads of Attention Residuals, or None."""
 
     mixer: KDAWeights | MLAWeights
-    mlp: MLPWeights | MoEWeights
+    mlp: MLPWeights | ops.MoE
     mixer_norm: Tensor
     mlp_norm: Tensor
     mixer_key: Tensor | None
@@ -107,35 +94,43 @@ class StaticWeights:
     @property
     def shared_nbytes(self) -> int:
         """Bytes that every pass reads whatever its rows are: all but embedding and experts."""
-        routed = {id(w) for layer in self.layers for w in _experts(layer)}
-        held = [self.norm, self.head, *([] if self.key is None else [self.key])]
-        held += [w for layer in self.layers for w in tensors(layer) if id(w) not in routed]
-        return sum(w.numel() * w.element_size() for w in held)
+        return _nbytes(tensors(self)) - _nbytes([self.embedding, *self._routed()])
 
     @property
     def expert_nbytes(self) -> int:
         """Bytes of one routed expert of every layer that has some."""
-        held = [w[0] for layer in self.layers for w in _experts(layer)]
-        return sum(w.numel() * w.element_size() for w in held)
+        return _nbytes(x[0] for x in self._routed())
+
+    def _routed(self) -> list[Tensor]:
+        experts = (x.mlp.experts for x in self.layers if isinstance(x.mlp, ops.MoE))
+        return [x for each in experts for x in tensors(each)]
 
 
 def tensors(weights: object) -> list[Tensor]:
     """All tensors of one of these records, those of records inside it too."""
-    found: list[Tensor] = []
-    for value in vars(weights).values():
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif hasattr(value, "__dataclass_fields__"):
-            found += tensors(value)
-    return found
+    if isinstance(weights, Tensor):
+        return [weights]
+    if isinstance(weights, tuple):
+        return [x for each in weights for x in tensors(each)]
+    if not is_dataclass(weights):
+        return []
+    return [x for each in vars(weights).values() for x in tensors(each)]
 
 
-def _experts(layer: LayerWeights) -> list[Tensor]:
-    return [layer.mlp.w1, layer.mlp.w3, layer.mlp.w2] if isinstance(layer.mlp, MoEWeights) else []
+def _nbytes(held: Iterable[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in held)
 
 
-def pack(model: K3ForCausalLM) -> StaticWeights:
-    """The weights of a model in inference mode, which goes on working and shares them."""
+def pack(model: K3ForCausalLM, *, mxfp4: bool = False) -> StaticWeights:
+    """The weights of a model in inference mode, which goes on working and shares them.
+
+    Args:
+        mxfp4: Read the routed experts in MXFP4: a copy of a quarter of their size, exact where they
+            came from MXFP4. The model keeps its own for prompts.
+
+    Raises:
+        ValueError: ``mxfp4`` and an expert's width that is no multiple of 32.
+    """
     for module in model.modules():
         if isinstance(module, Packable) and module.packed is None:
             module.pack_()
@@ -144,18 +139,18 @@ def pack(model: K3ForCausalLM) -> StaticWeights:
     with torch.no_grad():
         return StaticWeights(
             embedding=base.embed_tokens.weight.detach(),
-            layers=tuple(_layer(layer, read) for layer in base.decoder_layers),
+            layers=tuple(_layer(layer, base.config, mxfp4) for layer in base.decoder_layers),
             norm=base.norm.weight.detach(),
             key=_key(base.output_attn_res_norm, base.output_attn_res_proj) if read else None,
             head=model.lm_head.weight.detach(),
         )
 
 
-def _layer(layer: DecoderLayer, read: bool) -> LayerWeights:
-    mixer = layer.self_attn
+def _layer(layer: DecoderLayer, config: K3Config, mxfp4: bool) -> LayerWeights:
+    mixer, read = layer.self_attn, config.attn_res_block_size is not None
     return LayerWeights(
         mixer=_mla(mixer) if isinstance(mixer, MLA) else _kda(mixer),
-        mlp=_moe(layer.block_sparse_moe) if layer.moe else _mlp(layer.mlp),
+        mlp=_moe(layer.block_sparse_moe, config, mxfp4) if layer.moe else _mlp(layer.mlp),
         mixer_norm=layer.input_layernorm.weight.detach(),
         mlp_norm=layer.post_attention_layernorm.weight.detach(),
         mixer_key=(
@@ -177,11 +172,14 @@ def _packed(module: Packable) -> Tensor:
 def _kda(mixer: KDA) -> KDAWeights:
     full = mixer.config.kda_full_rank_output_gate
     width = mixer.heads * mixer.width
+    factors = [mixer.f_b_proj] if full else [mixer.g_b_proj, mixer.f_b_proj]
+    second = torch.stack([factor.weight.detach().t().contiguous() for factor in factors])
+    for factor, weight in zip(factors, second, strict=True):
+        factor.weight.data = weight.t()
     return KDAWeights(
         inputs=_packed(mixer),
         splits=(3 * width, width if full else mixer.width, mixer.width, mixer.heads),
-        decay=mixer.f_b_proj.weight.detach(),
-        gate=None if full else mixer.g_b_proj.weight.detach(),
+        second=second,
         conv=mixer.conv_taps().detach(),
         A_log=mixer.A_log.detach().float(),
         dt_bias=mixer.dt_bias.detach().float(),
@@ -211,16 +209,51 @@ def _mlp(mlp: GatedMLP) -> MLPWeights:
     return MLPWeights(_packed(mlp), mlp.down_proj.weight.detach())
 
 
-def _moe(moe: LatentMoE) -> MoEWeights:
-    experts = moe.experts
-    return MoEWeights(
-        router=moe.gate.weight.detach(),
-        bias=moe.gate.e_score_correction_bias.detach().float(),
-        w1=experts.w1.detach(),
-        w3=experts.w3.detach(),
-        w2=experts.w2.detach(),
+def _moe(moe: LatentMoE, config: K3Config, mxfp4: bool) -> ops.MoE:
+    shared = _mlp(moe.shared_experts) if moe.shared else None
+    packed = ops.pack_moe(
+        moe.gate.weight.detach(),
+        moe.gate.e_score_correction_bias.detach().float(),
+        _experts(moe.experts, mxfp4),
         down=moe.routed_expert_down_proj.weight.detach() if moe.latent else None,
         up=moe.routed_expert_up_proj.weight.detach() if moe.latent else None,
+        shared_gate_up=None if shared is None else shared.gate_up,
+        shared_down=None if shared is None else shared.down,
         norm=moe.routed_expert_norm.weight.detach() if moe.normed else None,
-        shared=_mlp(moe.shared_experts) if moe.shared else None,
+        norm_eps=config.rms_norm_eps,
+        top_k=config.num_experts_per_token,
+        renormalise=config.moe_renormalize,
+        scaling=config.routed_scaling_factor,
+        situ=situ_betas(config),
     )
+    _share(moe, packed)
+    return packed
+
+
+def situ_betas(config: K3Config) -> tuple[float, float] | None:
+    """Betas of SiTU; None: SiLU."""
+    return (config.situ_beta, config.situ_linear_beta) if config.hidden_act == "situ" else None
+
+
+def _experts(experts: Experts, mxfp4: bool) -> ops.Experts:
+    if experts.w2.stride(-1) != 1:  # `Experts.pack_` is for a CPU
+        experts.w2.data = experts.w2.data.contiguous()
+    w1, w3, w2 = experts.w1.detach(), experts.w3.detach(), experts.w2.detach()
+    if not mxfp4:
+        return ops.Experts(w1, w3, w2)
+    (c1, s1), (c3, s3), (c2, s2) = quantise(w1), quantise(w3), quantise(w2)
+    return ops.Experts(c1, c3, c2, (s1, s3, s2))
+
+
+def _share(moe: LatentMoE, packed: ops.MoE) -> None:
+    """Point the layer's own small matrices at the packed ones."""
+    experts, width = packed.experts.count, packed.experts.width
+    moe.gate.weight.data = packed.inputs[:experts]
+    if moe.latent:
+        assert packed.outputs is not None
+        moe.routed_expert_down_proj.weight.data = packed.inputs[experts : experts + width]
+        moe.routed_expert_up_proj.weight.data = packed.outputs[:, :width]
+    if moe.shared:
+        assert packed.outputs is not None
+        moe.shared_experts.hold_packed(packed.inputs[-2 * packed.shared :])
+        moe.shared_experts.down_proj.weight.data = packed.outputs[:, -packed.shared :]
