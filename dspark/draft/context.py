@@ -51,6 +51,7 @@ class DraftContext:
         self.row_lengths = [0] * batch
         """Exact until `fix_shapes`, which leaves nothing to read here but zeros."""
         self._lengths: Tensor | None = None
+        self._in_place = False
         self._storage = storage
 
     def _take(self, wanted: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
@@ -82,15 +83,20 @@ class DraftContext:
         """Whether lengths live on the device and shapes depend on none of them."""
         return self._lengths is not None
 
-    def fix_shapes(self) -> None:
+    def fix_shapes(self, *, in_place: bool = False) -> None:
         """Move the lengths to the device for good.
 
         Counts given as a tensor are not checked any more, since that would be to read them: the
         caller keeps every text within `max_length`.
+
+        Args:
+            in_place: They stay in one tensor, as a captured graph needs it: whoever holds it sees
+                them change. Buffers stay where they are too if they come from a storage.
         """
         if self._lengths is None:
             self._lengths = self.lengths
             self.row_lengths = [0] * self.batch
+        self._in_place = in_place
 
     @property
     def common_length(self) -> int | None:
@@ -140,7 +146,11 @@ class DraftContext:
     def move(self, kept: list[int] | Tensor) -> None:
         """Adds the rows that `extend` kept to the lengths."""
         if self._lengths is not None:
-            self._lengths = self._lengths + torch.as_tensor(kept, device=self.device)
+            more = torch.as_tensor(kept, device=self.device)
+            if self._in_place:
+                self._lengths.add_(more)
+            else:
+                self._lengths = self._lengths + more
             return
         assert isinstance(kept, list)
         self.row_lengths = [a + b for a, b in zip(self.row_lengths, kept, strict=True)]
@@ -198,8 +208,9 @@ class DraftContext:
         if self._lengths is None:
             self.row_lengths[row] = length
             return
-        # a new tensor: whoever holds the old one (a frame in flight, a fork) keeps what it read
-        self._lengths = self._lengths.clone()
+        if not self._in_place:
+            # a new tensor: whoever holds the old one (a frame in flight, a fork) keeps what it read
+            self._lengths = self._lengths.clone()
         self._lengths[row] = length
 
     def _write_row(self: Self, row: int, other: Self | None) -> None:

@@ -10,6 +10,7 @@ Letters: B batch, g slots, D hidden, V vocabulary of the target, V' of the draft
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from dspark.runtime.target import Target
@@ -29,6 +30,12 @@ class DraftHead:
         self._width = target.vocab_size
         self.ids = None if ids is None else ids.to(target.device)
         self._head = target.logits if self.ids is None else target.head(self.ids)
+        self.where = None if self.ids is None else self._places(self.ids)
+        """Draft id of each target id [V] int64, -1 for none; None: they are the same."""
+
+    def _places(self, ids: Tensor) -> Tensor:
+        none = ids.new_full((self._width,), -1)
+        return none.index_copy_(0, ids, torch.arange(len(ids), device=ids.device))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] states of the drafter -> [..., V'] float32, the caller's to overwrite."""

@@ -71,6 +71,28 @@ def prefill(
     with its length. `rules` hold for the anchor as for any token; the caller extends them.
     `prefix` says what of the prompt the cache holds already, and keeps some of it for others.
     """
+    last = read_prompt(
+        target, cache, prompt_ids, taps=taps, on_taps=on_taps, chunk=chunk, prefix=prefix
+    )
+    logits = target.logits(last)
+    with text_positions(lambda: [len(prompt_ids)]):
+        anchor = sample(logits if rules is None else rules.after(logits), sampling, generator)
+    if prefix is not None:
+        prefix.finish()
+    return anchor
+
+
+def read_prompt(
+    target: Target,
+    cache: Cache,
+    prompt_ids: Sequence[int],
+    *,
+    taps: TapSet | None = None,
+    on_taps: Callable[[Tensor], None] | None = None,
+    chunk: int = PREFILL_CHUNK,
+    prefix: PrefixSession | None = None,
+) -> Tensor:
+    """The part of `prefill` before sampling: the last hidden state of a prompt, [1, D]."""
     last = None if prefix is None else prefix.hidden
     for start, stop in _chunks(len(prompt_ids), chunk, prefix):
         rows = torch.tensor([list(prompt_ids[start:stop])], device=target.device)
@@ -82,12 +104,7 @@ def prefill(
         if prefix is not None and stop in prefix.stops:
             prefix.keep(last)
     assert last is not None, "check_request refuses an empty prompt"
-    logits = target.logits(last)
-    with text_positions(lambda: [len(prompt_ids)]):
-        anchor = sample(logits if rules is None else rules.after(logits), sampling, generator)
-    if prefix is not None:
-        prefix.finish()
-    return anchor
+    return last
 
 
 def _chunks(length: int, chunk: int, prefix: PrefixSession | None) -> Iterator[tuple[int, int]]:

@@ -193,7 +193,12 @@ def uniform(shape: tuple[int, ...], generator: Generators, device: torch.device)
     return torch.stack(rows).to(device)
 
 
+def request_seed(seed: int, index: int) -> int:
+    """What names the random numbers of request `index` in a run with `seed`: 63 bits."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 def request_generator(seed: int, index: int, device: torch.device) -> torch.Generator:
     """Generator of request `index` in a run with `seed`: the same on every call, unlike others."""
-    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
-    return torch.Generator(device=device).manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.Generator(device=device).manual_seed(request_seed(seed, index))
