@@ -161,7 +161,7 @@ def forget() -> None:
         op.ran.clear()
 
 
-kda_chunk = _op("kda_chunk", kda.chunk)
+kda_chunk = _op("kda_chunk", kda.chunk, "kda_chunk_triton:chunk")
 kda_step = _op("kda_step", kda.step)
 kda_decode = _op("kda_decode", kda_decode_op.kda_decode)
 kda_path = _op("kda_path", kda_decode_op.kda_path)
@@ -174,8 +174,8 @@ mla_output = _op("mla_output", mla_decode_op.mla_output)
 mla_absorb = _op("mla_absorb", latent_write_op.mla_absorb)
 latent_write = _op("latent_write", latent_write_op.latent_write)
 attn_res_mix = _op("attn_res_mix", attn_res.attn_res_mix)
-linear_rows = _op("linear_rows", linear_rows_op.linear_rows)
-gated_rows = _op("gated_rows", linear_rows_op.gated_rows)
+linear_rows = _op("linear_rows", linear_rows_op.linear_rows, "linear_rows_triton:linear_rows")
+gated_rows = _op("gated_rows", linear_rows_op.gated_rows, "linear_rows_triton:gated_rows")
 moe_decode = _op("moe_decode", moe_decode_op.moe_decode)
 MoE, Experts, pack_moe = moe_decode_op.MoE, moe_decode_op.Experts, moe_decode_op.pack
 uniform = _op("uniform", rng.uniform, "rng_triton:uniform")

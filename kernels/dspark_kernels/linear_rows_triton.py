@@ -1,0 +1,244 @@
+"""`linear_rows` and `gated_rows` in Triton: every byte of the weight once, from memory to lanes.
+
+A program owns BO outputs and reads their weight rows from end to end, in steps of BK inputs. Where
+too few outputs make too few programs, each sum is split over inputs, and a second stage adds the
+parts in order. What decides the speed is bytes in flight: programs per processor times the bytes
+that one has asked for ahead of use. ``plan`` holds what was measured best.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dspark_kernels import linear_rows as plain
+from dspark_kernels.linear_rows import MAX_ROWS, Situ
+from dspark_kernels.rows_tile import activate, gemm, gemv
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product is cut. ``out``: outputs of a program; ``split``: parts of every sum."""
+
+    out: int
+    step: int
+    warps: int
+    stages: int
+    split: int = 1
+    dot: bool = False
+
+
+@triton.jit
+def _sums(
+    x, norm, a, b, start, n,
+    I: tl.constexpr, SPAN: tl.constexpr, EVEN: tl.constexpr,  # noqa: E741
+    BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, DUAL: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Both sums as [BO, N] and the squares as [N]; N is 1 without DOT."""
+    if DOT:
+        rows = tl.arange(0, N)
+        acc_a, acc_b, square = gemm(
+            x, norm, a, b, rows, rows < n, start, I, SPAN, BO, BK, N, STAGES, NORM, DUAL, EVEN
+        )
+    else:
+        one_a, one_b, one = gemv(x, norm, a, b, start, I, SPAN, BO, BK, STAGES, NORM, DUAL, EVEN)
+        acc_a = one_a[:, None]
+        acc_b = one_b[:, None]
+        square = one + tl.zeros([1], tl.float32)
+    return acc_a, acc_b, square
+
+
+@triton.jit
+def _rows_kernel(
+    x, norm, weight, residual, out, parts, squares, n, eps,
+    I: tl.constexpr, O: tl.constexpr,  # noqa: E741
+    BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    o = tile * BO + tl.arange(0, BO)
+    a = weight + tl.minimum(o, O - 1).to(tl.int64) * I
+    SPAN: tl.constexpr = (I + SPLIT * BK - 1) // (SPLIT * BK) * BK
+    EVEN: tl.constexpr = SPAN * SPLIT == I
+    acc, _, square = _sums(
+        x, norm, a, a, part * SPAN, n, I, SPAN, EVEN, BO, BK, N, STAGES, NORM, False, DOT
+    )
+    rows = tl.arange(0, N)
+    at = rows[None, :] * O + o[:, None]
+    inside = (rows < n)[None, :] & (o < O)[:, None]
+    if SPLIT > 1:
+        tl.store(parts + part * n * O + at, acc, mask=inside)
+        if NORM:
+            tl.store(squares + part * n + rows, square, mask=(rows < n) & (tile == 0))
+    else:
+        if NORM:
+            acc = acc * tl.rsqrt(square / I + eps)[None, :]
+        if ADD:
+            acc += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_parts(
+    parts, squares, residual, out, n, eps,
+    I: tl.constexpr, O: tl.constexpr, BO: tl.constexpr,  # noqa: E741
+    SPLIT: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    row = tl.program_id(1)
+    inside = o < O
+    acc = tl.zeros([BO], tl.float32)
+    square = 0.0
+    for part in tl.static_range(SPLIT):
+        acc += tl.load(parts + (part * n + row) * O + o, mask=inside, other=0.0)
+        if NORM:
+            square += tl.load(squares + part * n + row)
+    if NORM:
+        acc = acc * tl.rsqrt(square / I + eps)
+    if ADD:
+        acc += tl.load(residual + row * O + o, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * O + o, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated_kernel(
+    x, norm, weight, out, n, eps, beta, linear_beta,
+    I: tl.constexpr, S: tl.constexpr,  # noqa: E741
+    BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    NORM: tl.constexpr, SITU: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    a = weight + tl.minimum(o, S - 1).to(tl.int64) * I
+    b = a + tl.full([], S, tl.int64) * I
+    SPAN: tl.constexpr = (I + BK - 1) // BK * BK
+    gate, up, square = _sums(
+        x, norm, a, b, 0, n, I, SPAN, SPAN == I, BO, BK, N, STAGES, NORM, True, DOT
+    )
+    if NORM:
+        scale = tl.rsqrt(square / I + eps)[None, :]
+        gate = gate * scale
+        up = up * scale
+    rows = tl.arange(0, N)
+    inside = (rows < n)[None, :] & (o < S)[:, None]
+    value = activate(gate, up, beta, linear_beta, SITU)
+    tl.store(out + rows[None, :] * S + o[:, None], value.to(out.dtype.element_ty), mask=inside)
+
+
+def linear_rows(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """See `dspark_kernels.linear_rows.linear_rows`."""
+    chosen = plan(x.shape[0], weight.shape[1], weight.shape[0])
+    if chosen is None:
+        return plain.linear_rows(x, weight, norm=norm, eps=eps, residual=residual)
+    return project(x, weight, norm, eps, residual, weight.dtype, chosen)
+
+
+def project(
+    x: Tensor,
+    weight: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+    how: Plan,
+) -> Tensor:
+    """`linear_rows` by a given plan, with an output of any float dtype."""
+    n, inputs, outputs = x.shape[0], x.shape[1], weight.shape[0]
+    out = torch.empty(n, outputs, dtype=dtype, device=x.device)
+    parts = squares = out
+    if how.split > 1:
+        parts = torch.empty(how.split, n, outputs, dtype=torch.float32, device=x.device)
+        squares = torch.empty(how.split, n, dtype=torch.float32, device=x.device)
+    _rows_kernel[(triton.cdiv(outputs, how.out), how.split)](
+        x, norm, weight, residual, out, parts, squares, n, eps,
+        I=inputs, O=outputs, BO=how.out, BK=how.step, N=MAX_ROWS if how.dot else 1,
+        STAGES=how.stages, SPLIT=how.split, NORM=norm is not None, ADD=residual is not None,
+        DOT=how.dot, num_warps=how.warps,
+    )  # fmt: skip
+    if how.split > 1:
+        block = 256
+        _add_parts[(triton.cdiv(outputs, block), n)](
+            parts, squares, residual, out, n, eps, I=inputs, O=outputs, BO=block,
+            SPLIT=how.split, NORM=norm is not None, ADD=residual is not None, num_warps=2,
+        )  # fmt: skip
+    return out
+
+
+def gated_rows(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    situ: Situ = None,
+) -> Tensor:
+    """See `dspark_kernels.linear_rows.gated_rows`."""
+    n, inputs, width = x.shape[0], x.shape[1], weight.shape[0] // 2
+    how = gated_plan(n, inputs, width)
+    beta, linear_beta = situ or (1.0, 1.0)
+    out = torch.empty(n, width, dtype=weight.dtype, device=x.device)
+    _gated_kernel[(triton.cdiv(width, how.out),)](
+        x, norm, weight, out, n, eps, beta, linear_beta, I=inputs, S=width,
+        BO=how.out, BK=how.step, N=MAX_ROWS if how.dot else 1, STAGES=how.stages,
+        NORM=norm is not None, SITU=situ is not None, DOT=how.dot, num_warps=how.warps,
+    )  # fmt: skip
+    return out
+
+
+def plan(n: int, inputs: int, outputs: int) -> Plan | None:
+    """The measured best cut; None: the library's product is faster."""
+    if n == 1:
+        return Plan(8, _step(inputs, 512), 4, 2)
+    return Plan(16, _step(inputs, 256), 4, 4, dot=True)
+
+
+def gated_plan(n: int, inputs: int, width: int) -> Plan:
+    """The same for two matrices at once."""
+    if n == 1:
+        return Plan(4, _step(inputs, 512), 4, 2)
+    return Plan(16, _step(inputs, 256), 4, 3, dot=True)
+
+
+def _step(inputs: int, most: int) -> int:
+    """The largest power of two up to ``most`` that divides the inputs, or 64 and a mask."""
+    step = most
+    while step > 64 and inputs % step:
+        step //= 2
+    return step
+
+
+def refuses(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    situ: Situ = None,
+) -> str | None:
+    """Why the kernels cannot take this; None: they can."""
+    given = [t for t in (x, weight, norm, residual) if t is not None]
+    if weight.dtype not in (torch.bfloat16, torch.float16):
+        return f"weights are {weight.dtype}, not bfloat16 or float16"
+    if any(t.dtype != weight.dtype for t in given):
+        return "not all tensors have the weight's dtype"
+    if x.dim() != 2 or not 1 <= x.shape[0] <= MAX_ROWS:
+        return f"x is {list(x.shape)}, not 1 to {MAX_ROWS} rows"
+    if any(not t.is_contiguous() for t in given):
+        return "a tensor is not contiguous"
+    if weight.shape[1] % 16:
+        return f"{weight.shape[1]} inputs are no multiple of 16"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        return "gradients are wanted, and the kernel has no backward"
+    return None

@@ -1,0 +1,131 @@
+"""What the weights-bound Triton kernels share: a tile of weight rows times 1 to 16 rows of x.
+
+    acc[o, r] = sum_c W[o, c] x[r, c] w[c],   sq[r] = sum_c x[r, c]^2
+
+The root-mean-square norm is a factor of each row, so it is applied to the finished sum: the weights
+are never waited for by a pass over x. Products are of the weight's dtype, sums are float32. One row
+is multiplied lane by lane (``gemv``); several are padded to the 16 of a matrix instruction
+(``gemm``). Either can run two matrices at once, gate and up.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dspark_kernels.interpreted_floats import exact_floats
+
+exact_floats()
+
+
+@triton.jit
+def gemv(
+    x,
+    norm,
+    a,
+    b,
+    start,
+    I: tl.constexpr,  # noqa: E741
+    SPAN: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    DUAL: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """One row. x, norm: pointers; a, b: pointers [BO] to weight rows. Sums [BO], [BO], scalar.
+
+    Inputs start .. start + SPAN; EVEN: all of them are inside I.
+    """
+    cols = tl.arange(0, BK)
+    acc_a = tl.zeros([BO, BK], tl.float32)
+    acc_b = tl.zeros([BO, BK], tl.float32)
+    square = tl.zeros([BK], tl.float32)
+    for k in tl.range(0, SPAN, BK, num_stages=STAGES):
+        at = start + k + cols
+        if EVEN:
+            w_a = tl.load(a[:, None] + at[None, :])
+            if DUAL:
+                w_b = tl.load(b[:, None] + at[None, :])
+            row = tl.load(x + at)
+        else:
+            inside = at < I
+            w_a = tl.load(a[:, None] + at[None, :], mask=inside[None, :], other=0.0)
+            if DUAL:
+                w_b = tl.load(b[:, None] + at[None, :], mask=inside[None, :], other=0.0)
+            row = tl.load(x + at, mask=inside, other=0.0)
+        if NORM:
+            wide = row.to(tl.float32)
+            square += wide * wide
+            scale = tl.load(norm + at, mask=at < I, other=0.0).to(tl.float32)
+            row = (wide * scale).to(w_a.dtype)
+        acc_a += w_a.to(tl.float32) * row.to(tl.float32)[None, :]
+        if DUAL:
+            acc_b += w_b.to(tl.float32) * row.to(tl.float32)[None, :]
+    return tl.sum(acc_a, 1), tl.sum(acc_b, 1), tl.sum(square, 0)
+
+
+@triton.jit
+def gemm(
+    x,
+    norm,
+    a,
+    b,
+    rows,
+    live,
+    start,
+    I: tl.constexpr,  # noqa: E741
+    SPAN: tl.constexpr,
+    BO: tl.constexpr,
+    BK: tl.constexpr,
+    N: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    DUAL: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Rows [N] of x, where ``live``; a, b: pointers [BO]. Sums [BO, N], [BO, N], [N]."""
+    cols = tl.arange(0, BK)
+    acc_a = tl.zeros([BO, N], tl.float32)
+    acc_b = tl.zeros([BO, N], tl.float32)
+    square = tl.zeros([N], tl.float32)
+    for k in tl.range(0, SPAN, BK, num_stages=STAGES):
+        at = start + k + cols
+        seen = live[None, :] & (at < I)[:, None]
+        if EVEN:
+            w_a = tl.load(a[:, None] + at[None, :])
+            if DUAL:
+                w_b = tl.load(b[:, None] + at[None, :])
+        else:
+            w_a = tl.load(a[:, None] + at[None, :], mask=(at < I)[None, :], other=0.0)
+            if DUAL:
+                w_b = tl.load(b[:, None] + at[None, :], mask=(at < I)[None, :], other=0.0)
+        tile = tl.load(x + rows[None, :] * I + at[:, None], mask=seen, other=0.0)
+        if NORM:
+            wide = tile.to(tl.float32)
+            square += tl.sum(wide * wide, 0)
+            scale = tl.load(norm + at, mask=at < I, other=0.0).to(tl.float32)
+            tile = (wide * scale[:, None]).to(w_a.dtype)
+        acc_a = tl.dot(w_a, tile, acc_a)
+        if DUAL:
+            acc_b = tl.dot(w_b, tile, acc_b)
+    return acc_a, acc_b, square
+
+
+@triton.jit
+def tanh(x):
+    """From exponentials, and from its series near zero, where they would cancel."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    far = tl.where(x < 0, -far, far)
+    return tl.where(tl.abs(x) < 0.01, x - x * x * x * 0.3333333333, far)
+
+
+@triton.jit
+def activate(gate, up, beta, linear_beta, SITU: tl.constexpr):
+    """SiLU- or SiTU-gated ``up``; float32."""
+    if SITU:
+        bounded = beta * tanh(gate / beta) * tl.sigmoid(gate)
+        return bounded * linear_beta * tanh(up / linear_beta)
+    return gate * tl.sigmoid(gate) * up
