@@ -182,6 +182,7 @@ uniform = _op("uniform", rng.uniform, "rng_triton:uniform")
 markov_sample = _op("markov_sample", markov_sample_op.markov_sample)
 verify_sample = _op("verify_sample", verify_sample_op.verify_sample)
 Law, probs_of = law.Law, law.probs_of
+Drafted, Judged = markov_sample_op.Drafted, verify_sample_op.Judged
 DRAFT_STREAM, JUDGE_STREAM = rng.DRAFT, rng.JUDGE
 distill_terms = _op("distill_terms", distill_loss.terms, "distill_loss_triton:terms")
 distill_pull = _op("distill_pull", distill_loss.pull, "distill_loss_triton:pull")

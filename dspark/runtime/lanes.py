@@ -66,6 +66,13 @@ class Lanes:
             yield span
 
     @contextmanager
+    def here(self) -> Iterator[Span]:
+        """A slot on the current stream, behind whatever is queued there."""
+        stream = torch.cuda.current_stream() if self.cuda else None
+        with self._slot(stream, None) as span:
+            yield span
+
+    @contextmanager
     def _slot(self, stream: torch.cuda.Stream | None, after: Span | None) -> Iterator[Span]:
         if stream is None:
             span = Span(started=time.perf_counter())

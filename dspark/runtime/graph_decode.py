@@ -1,0 +1,292 @@
+"""Decoding by replayed frames: the host queues them and reads what came of each one frame late.
+
+    queue      frame n
+    read       the letter of frame n - 1, while frame n runs
+
+Prompts are read by the ordinary target and drafter; their cache and context are then loaded into
+static ones. From there on the device decides alone: what was accepted, where a text ends, what the
+next frame starts from. A text that the host ends (a stop string) leaves its seat one frame later,
+and what that frame said of it is dropped. On a CPU the same frames run unrecorded.
+
+Frames have one size for the whole run, and no rules: both would need the host in between.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark import ops
+from dspark.draft.model import DSparkDrafter
+from dspark.errors import UserError
+from dspark.k3.cache import K3Cache
+from dspark.k3.static.cache import StaticCache
+from dspark.k3.static.decode import StaticDecoder
+from dspark.k3.storage import PrivateStorage
+from dspark.runtime.decode import check_taps
+from dspark.runtime.draft_head import DraftHead
+from dspark.runtime.faults import raise_fault
+from dspark.runtime.graph_frame import HEADS, Drafting, FrameResult, GraphFrame
+from dspark.runtime.graph_replay import Replay
+from dspark.runtime.graph_seats import END_TOKENS, Chances, GraphSeats
+from dspark.runtime.k3_target import K3Target
+from dspark.runtime.lanes import Lanes, Mail, Span
+from dspark.runtime.prefill import TokenCallback, clock, read_prompt
+from dspark.runtime.proposal import check_draft_length
+from dspark.runtime.records import Generation
+from dspark.runtime.requests import Request, Spent, Text
+from dspark.runtime.sampling import SamplingParams, text_positions
+from dspark.runtime.seats import outcome_of
+
+
+@dataclass(eq=False)
+class _Flying:
+    """A frame that was queued; its letter is on its way."""
+
+    texts: tuple[Text | None, ...]
+    mail: Mail
+    span: Span
+
+
+class GraphDecoder:
+    """A K3 target, with or without a drafter, in frames of fixed shape.
+
+    Args:
+        target: Its weights are shared, not copied.
+        drafter: None: plain decoding, a token per frame.
+        seats: Requests that run side by side.
+        max_length: Longest text in tokens, prompt included.
+        draft_length: Primaries of every frame; None: the drafter's whole block. 0: plain steps.
+        sampling: Of all requests.
+        mxfp4: See `dspark.k3.static.weights.pack`.
+
+    Raises UserError for a pair that cannot work together, or that a frame cannot hold.
+    """
+
+    def __init__(
+        self,
+        target: K3Target,
+        drafter: DSparkDrafter | None = None,
+        *,
+        seats: int = 1,
+        max_length: int,
+        draft_length: int | None = None,
+        sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
+        mxfp4: bool = False,
+    ) -> None:
+        if seats < 1 or max_length < 1:
+            raise UserError(f"seats {seats}, max_length {max_length}: expected at least 1")
+        self.target, self.drafter, self.max_length = target, drafter, max_length
+        length = 0
+        if drafter is not None:
+            check_taps(target, drafter)
+            length = drafter.config.block_size if draft_length is None else draft_length
+            if length:
+                check_draft_length(drafter, length)
+        self.length, self.sampling = length, sampling
+        self.decoder = StaticDecoder(target.model, mxfp4=mxfp4)
+        with torch.inference_mode():
+            self._build(seats)
+
+    def _build(self, seats: int) -> None:
+        target, drafter, length = self.target, self.drafter, self.length
+        room = self.max_length
+        self.cache: StaticCache = self.decoder.new_cache(seats, room, length + 1, slots=length > 0)
+        self.seats = GraphSeats(seats, target.device)
+        self.drafting: Drafting | None = None
+        if drafter is not None:
+            context = drafter.new_context(seats, room + length + 1, PrivateStorage())
+            context.fix_shapes(in_place=True)
+            self.drafting = Drafting(drafter, DraftHead(target, drafter.draft_ids), context)
+        frame = GraphFrame(
+            self.decoder,
+            self.cache,
+            target.vocab_size,
+            self.seats,
+            self.drafting,
+            length,
+            Chances(self.sampling, seats, target.device),
+        )
+        self._alone = Chances(self.sampling, 1, target.device)
+        self.replay: Replay[FrameResult] = Replay(frame.run, target.device)
+        self._lanes = Lanes(target.device)
+        for seat in range(seats):  # recording ran frames on nothing
+            self._empty(seat)
+
+    def _empty(self, seat: int) -> None:
+        self.seats.leave(seat)
+        self.cache.reset(seat)
+        if self.drafting is not None:
+            self.drafting.context.reset(seat)
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        end_token_ids: Collection[int] | None = None,
+        seed: int = 0,
+        on_tokens: TokenCallback | None = None,
+    ) -> Generation:
+        """One request; see `SpeculativeDecoder.generate`."""
+        request = Request(
+            prompt_ids,
+            max_new_tokens,
+            end_token_ids=end_token_ids,
+            seed=seed,
+            on_tokens=on_tokens,
+        )
+        return self.generate_many([request])[0]
+
+    @torch.inference_mode()
+    def generate_many(self, requests: Sequence[Request]) -> list[Generation]:
+        """All of them, in their order; as many at a time as there are seats.
+
+        At temperature 0 each text is that of plain decoding; at others it has the same law, and
+        depends on its seed and index alone, up to rounding between batch shapes.
+
+        Raises UserError for a wrong request and BadLogits for non-finite logits, which name the
+        place in the text.
+        """
+        texts = [self._check(request) for request in requests]
+        return _Run(self, texts).finish()
+
+    def _check(self, request: Request) -> Text:
+        text = Text(self.target, request)
+        if request.rules is not None:
+            raise UserError("rules: they read the text on the host, for which no frame waits")
+        if request.max_length > self.max_length:
+            raise UserError(
+                f"max_new_tokens: prompt and answer may become {request.max_length} tokens, the "
+                f"seats hold {self.max_length}"
+            )
+        if len(text.ends) > END_TOKENS:
+            raise UserError(f"end tokens: expected at most {END_TOKENS}, got {len(text.ends)}")
+        return text
+
+    def join(self, seat: int, text: Text) -> None:
+        """Read a prompt, emit its first token and, unless that ends the text, take the seat."""
+        target, drafter, request = self.target, self.drafter, text.request
+        cache: K3Cache = target.new_cache(1, len(request.prompt_ids))
+        context = None if drafter is None else drafter.new_context(1, len(request.prompt_ids))
+
+        def feed(features: Tensor) -> None:
+            assert drafter is not None
+            assert context is not None
+            drafter.extend(context, features)
+
+        last = read_prompt(
+            target,
+            cache,
+            request.prompt_ids,
+            taps=None if drafter is None else drafter.taps,
+            on_taps=None if drafter is None else feed,
+        )
+        anchor = self._first(last, text)
+        text.first(int(anchor))
+        if text.finished:
+            return
+        self.cache.load(seat, cache)
+        if self.drafting is not None and context is not None:
+            self.drafting.context.put(seat, context)
+        self.seats.join(seat, anchor, text.left, text.ends, request.seed, request.index)
+
+    def _first(self, last: Tensor, text: Text) -> Tensor:
+        """The first anchor [1], drawn where no round draws: at the prompt's last token."""
+        logits, device = self.target.logits(last).unsqueeze(1), last.device
+        seats = GraphSeats(1, device)
+        request = text.request
+        none = torch.zeros(1, dtype=torch.int64, device=device)
+        seats.join(0, none, 0, (), request.seed, request.index)
+        place = torch.full((1,), len(request.prompt_ids) - 1, device=device)
+        coins = self._alone.coins(seats.seed, place, ops.JUDGE_STREAM, 1)
+        alone = self._alone
+        judged = ops.verify_sample(
+            logits,
+            none.new_empty(1, 0),
+            none,
+            coins=coins,
+            temperature=alone.temperature,
+            top_k=alone.top_k,
+            top_p=alone.top_p,
+        )
+        with text_positions(lambda: [len(request.prompt_ids)]):
+            raise_fault(judged.fault.tolist())
+        return judged.next_token
+
+
+class _Run:
+    """Requests on their way through the seats of a decoder."""
+
+    def __init__(self, decoder: GraphDecoder, texts: list[Text]) -> None:
+        self.decoder, self.texts = decoder, texts
+        self.seated: list[Text | None] = [None] * decoder.seats.batch
+        self.waiting = deque(texts)
+        self.flying: deque[_Flying] = deque()
+        self.started: dict[Text, tuple[float, float]] = {}
+        self.ended: dict[Text, float] = {}
+
+    def finish(self) -> list[Generation]:
+        """Run until every text has ended."""
+        decoder = self.decoder
+        device = decoder.target.device
+        try:
+            while self.waiting or self.flying or any(self.seated):
+                self._fill()
+                if any(self.seated):
+                    self._queue()
+                while len(self.flying) > (1 if any(self.seated) else 0):
+                    self._read(self.flying.popleft())
+        finally:
+            for seat, text in enumerate(self.seated):
+                if text is not None:
+                    decoder._empty(seat)
+        clock(device)
+        return [
+            text.generation(self.started[text][1] - self.started[text][0], self._decode_s(text))
+            for text in self.texts
+        ]
+
+    def _decode_s(self, text: Text) -> float:
+        return self.ended.get(text, self.started[text][1]) - self.started[text][1]
+
+    def _fill(self) -> None:
+        for seat in range(len(self.seated)):
+            while self.waiting and self.seated[seat] is None:
+                text = self.waiting.popleft()
+                start = clock(self.decoder.target.device)
+                self.decoder.join(seat, text)
+                self.started[text] = (start, clock(self.decoder.target.device))
+                if not text.finished:
+                    self.seated[seat] = text
+
+    def _queue(self) -> None:
+        decoder = self.decoder
+        with decoder._lanes.here() as span:
+            result = decoder.replay.run()
+        self.flying.append(_Flying(tuple(self.seated), Mail.send(result.letter), span))
+
+    def _read(self, frame: _Flying) -> None:
+        table, _ = frame.mail.read()
+        drafted = self.decoder.length
+        confident = drafted > 0 and self.decoder.drafter.confidence_head is not None
+        cuts = [HEADS, drafted, drafted, drafted if confident else 0]
+        spent = Spent(0.0, frame.span.seconds(), 0.0, drafted + 1)
+        for seat, (text, numbers) in enumerate(zip(frame.texts, table, strict=True)):
+            if text is None or self.seated[seat] is not text:
+                continue
+            with text_positions(lambda place=text.position: [place]):
+                raise_fault([int(numbers[5])])
+            outcome = outcome_of(numbers, cuts, text.left - 1)
+            count = text.take(outcome)
+            if self.decoder.drafter is not None:
+                text.rounds.append(outcome.record(count, spent))
+            if text.finished:
+                self.ended[text] = time.perf_counter()
+                self.decoder._empty(seat)
+                self.seated[seat] = None

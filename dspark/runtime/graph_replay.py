@@ -1,0 +1,65 @@
+"""A sequence of launches that is recorded once and replayed: a CUDA or HIP graph.
+
+What is recorded is a function without arguments that reads and writes tensors which stay where they
+are, looks at no value on the host, and whose shapes depend on nothing. On a CPU the same function
+is simply called, so that its text can be tested there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+WARM_UPS = 2
+"""Runs before recording: kernels are compiled and libraries start in the first."""
+
+
+class Replay(Generic[Result]):
+    """One function, recorded where its device can.
+
+    Args:
+        function: What it returns are tensors that every replay overwrites.
+        device: Where it runs.
+        pool: Memory that several graphs share, which never run at the same time.
+
+    The function runs ``WARM_UPS`` times here: whatever it changes must be fit to be changed.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[], Result],
+        device: torch.device,
+        pool: tuple[int, int] | None = None,
+    ) -> None:
+        self._function = function
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if device.type == "cuda":
+            self._graph = torch.cuda.CUDAGraph()
+            self._result = self._record(device, pool)
+
+    def _record(self, device: torch.device, pool: tuple[int, int] | None) -> Result:
+        assert self._graph is not None
+        aside = torch.cuda.Stream(device)
+        aside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UPS):
+                self._function()
+        torch.cuda.current_stream(device).wait_stream(aside)
+        with torch.cuda.graph(self._graph, pool=pool):
+            return self._function()
+
+    @property
+    def recorded(self) -> bool:
+        """Whether a graph is replayed, and not the function called."""
+        return self._graph is not None
+
+    def run(self) -> Result:
+        """Queue it once more."""
+        if self._graph is None:
+            return self._function()
+        self._graph.replay()
+        return self._result

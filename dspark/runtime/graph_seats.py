@@ -1,0 +1,77 @@
+"""What a captured frame knows of its requests, in tensors that stay where they are.
+
+    anchor, left [B] int64     last token, not yet read by the target; tokens that may still come
+    ends [B, E] int64          ids that end the text, -1 where there are fewer
+    seed [B] int64             names the request's random numbers
+
+A seat with ``left`` = 0 is idle: whatever a frame computes for it is dropped. Random numbers are a
+function of seed, place in the text and what they are for, so a text depends neither on its seat nor
+on its neighbours.
+
+Letters: B seats, E end tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from dspark import ops
+from dspark.runtime.sampling import SamplingParams, request_seed
+
+END_TOKENS = 8
+"""Most end tokens of a request."""
+
+
+class GraphSeats:
+    """B seats."""
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        self.anchor, self.left, self.seed = zeros(batch), zeros(batch), zeros(batch)
+        self.ends = zeros(batch, END_TOKENS).sub_(1)
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return len(self.anchor)
+
+    def join(
+        self, seat: int, anchor: Tensor, left: int, ends: Collection[int], seed: int, index: int
+    ) -> None:
+        """A request whose first token is known takes a seat."""
+        padded = [*ends, *[-1] * (END_TOKENS - len(ends))]
+        self.anchor[seat] = anchor[0]
+        self.left[seat] = left
+        self.seed[seat] = request_seed(seed, index)
+        self.ends[seat] = torch.tensor(padded, device=self.ends.device)
+
+    def leave(self, seat: int) -> None:
+        """The seat is idle from the next frame on."""
+        self.left[seat] = 0
+
+
+class Chances:
+    """Sampling settings as the ops of a frame take them: one number per seat, or nothing.
+
+    At temperature 0 nothing is drawn and every field is None.
+    """
+
+    def __init__(self, sampling: SamplingParams, batch: int, device: torch.device) -> None:
+        self.sampling = sampling
+        self.temperature = self.top_k = self.top_p = None
+        if sampling.greedy:
+            return
+        self.temperature = torch.full((batch,), sampling.temperature, device=device)
+        if sampling.top_k:
+            self.top_k = torch.full((batch,), sampling.top_k, device=device)
+        if sampling.top_p < 1:
+            self.top_p = torch.full((batch,), sampling.top_p, device=device)
+
+    def coins(self, seed: Tensor, position: Tensor, stream: int, count: int) -> Tensor | None:
+        """[B, count] uniforms of one round, or None where nothing is drawn."""
+        return None if self.temperature is None else ops.uniform(seed, position, stream, count)
