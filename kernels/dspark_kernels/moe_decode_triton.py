@@ -1,0 +1,247 @@
+"""`moe_decode` in Triton: a layer's experts in three to six launches, each expert's bytes once.
+
+    1 project   router, latent inputs, shared gate and up: one product, float32 out
+    2 route     top k, weights, z, the shared expert's hidden row
+    3 gate_up   h[row, j] = act(W1 z, W3 z)            program (tile of outputs, slot)
+    4 down      partial[row, j] = W2 h                 and the shared expert's down
+    5 combine   sum in a row's own order, norm
+    6 project   back to D, with the shared expert      only with a latent space
+
+One row without a latent space takes 4 and 5 in one pass: nothing is written in between.
+
+The grid has min(n k, E) slots whatever the rows chose. With fewer choices than experts a slot is a
+choice, and works if no earlier one is the same expert; else a slot is an expert, and works if any
+row chose it. An idle slot returns at once. A working one multiplies every row that chose its
+expert, so the expert is read once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from dspark_kernels.linear_rows import MAX_ROWS
+from dspark_kernels.linear_rows_triton import Plan, plan, project
+from dspark_kernels.moe_decode import Experts, MoE
+from dspark_kernels.moe_experts_triton import down, down_one, gate_up
+from dspark_kernels.moe_route_triton import combine, route
+from dspark_kernels.mxfp4 import GROUP
+from dspark_kernels.mxfp4_tile import LIFT
+
+BF16, WORDS, SCALED = 0, 1, 2
+"""How experts are read: as they are, by words of eight codes, by Triton's scaled product."""
+CHUNK = 1024
+COMBINE = 512
+
+
+@dataclass(frozen=True)
+class MoEPlan:
+    """How the launches of a layer are cut."""
+
+    inputs: Plan
+    gate_up: Plan
+    down: Plan
+    form: int
+
+
+def moe_decode(
+    x: Tensor,
+    moe: MoE,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `dspark_kernels.moe_decode.moe_decode`."""
+    return by_plan(x, moe, norm, eps, residual, moe_plan(x.shape[0], moe))
+
+
+def by_plan(
+    x: Tensor, moe: MoE, norm: Tensor | None, eps: float, residual: Tensor | None, how: MoEPlan
+) -> tuple[Tensor, Tensor]:
+    """`moe_decode` by a given plan."""
+    projected = project(x, moe.inputs, norm, eps, None, torch.float32, how.inputs)
+    ids, weights, z, tail = _route(x, moe, norm, eps, projected, how.form)
+    h = _gate_up(z, ids, moe, how)
+    if not moe.latent and x.shape[0] == 1 and how.form == BF16:
+        return _down_one(h, ids, weights, tail, residual, moe, how.down), ids
+    partial, shared = _down(h, ids, tail, moe, how)
+    if not moe.latent:
+        out = torch.empty_like(x)
+        _combine(partial, weights, shared, residual, out, moe)
+        return out, ids
+    _combine(partial, weights, None, None, tail, moe)
+    assert moe.outputs is not None
+    n, width = tail.shape
+    last = plan(n, width, moe.outputs.shape[0]) or Plan(16, 64, 4, 3, dot=n > 1)
+    return project(tail, moe.outputs, None, 0.0, residual, x.dtype, last), ids
+
+
+def _route(
+    x: Tensor, moe: MoE, norm: Tensor | None, eps: float, projected: Tensor, form: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    n, D = x.shape
+    E, k, L, S = moe.experts.count, moe.top_k, moe.experts.width, moe.shared
+    ids = torch.empty(n, k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(n, k, dtype=torch.float32, device=x.device)
+    z = torch.empty(n, L, dtype=x.dtype, device=x.device)
+    offset = L if moe.latent else 0
+    tail = torch.empty(n, max(1, offset + S), dtype=x.dtype, device=x.device)
+    parts = (1 if moe.latent else 2) + triton.cdiv(offset + S, CHUNK)
+    beta, linear_beta = moe.situ or (1.0, 1.0)
+    route[(n, parts)](
+        projected, moe.bias, x, norm, ids, weights, z, tail,
+        eps, moe.scaling, LIFT.value if form == WORDS else 1.0, beta, linear_beta,
+        D=D, DP=triton.next_power_of_2(D), E=E, EP=triton.next_power_of_2(E), K=k,
+        KP=triton.next_power_of_2(k), L=L, S=S, BLOCK=CHUNK, LATENT=moe.latent,
+        NORM=norm is not None, RENORM=moe.renormalise, PLANAR=form == WORDS,
+        SITU=moe.situ is not None, num_warps=1 if E <= 64 else 2,
+    )  # fmt: skip
+    return ids, weights, z, tail
+
+
+def _slots(n: int, moe: MoE) -> int:
+    return min(n * moe.top_k, moe.experts.count)
+
+
+def _stored(experts: Experts, form: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The three matrices as the kernels read them, and their scales or something in their place."""
+    weights = (experts.w1, experts.w3, experts.w2)
+    if form == WORDS:
+        weights = tuple(w.view(torch.int32) for w in weights)
+    return weights, experts.scales or weights
+
+
+def _gate_up(z: Tensor, ids: Tensor, moe: MoE, how: MoEPlan) -> Tensor:
+    n, k = ids.shape
+    E, inner, L = moe.experts.count, moe.experts.inner, moe.experts.width
+    (w1, w3, _), (s1, s3, _) = _stored(moe.experts, how.form)
+    h = torch.empty(n * k, inner, dtype=z.dtype, device=z.device)
+    beta, linear_beta = moe.situ or (1.0, 1.0)
+    cut = how.gate_up
+    gate_up[(triton.cdiv(inner, cut.out), _slots(n, moe))](
+        z, ids, w1, w3, s1, s3, h, n, LIFT.value if how.form == WORDS else 1.0, beta, linear_beta,
+        K=k, KP=triton.next_power_of_2(k), INNER=inner, L=L, BO=cut.out, BK=cut.step,
+        N=MAX_ROWS if cut.dot else 1, STAGES=cut.stages, DIRECT=n * k > E,
+        FORM=how.form, SITU=moe.situ is not None, DOT=cut.dot, num_warps=cut.warps,
+    )  # fmt: skip
+    return h
+
+
+def _down(
+    h: Tensor, ids: Tensor, tail: Tensor, moe: MoE, how: MoEPlan
+) -> tuple[Tensor, Tensor | None]:
+    """partial [n k, L], and [n, D] of the shared expert where no latent space follows."""
+    n, k = ids.shape
+    E, inner, L, S = moe.experts.count, moe.experts.inner, moe.experts.width, moe.shared
+    (_, _, w2), (_, _, s2) = _stored(moe.experts, how.form)
+    partial = torch.empty(n * k, L, dtype=torch.float32, device=h.device)
+    beside = S > 0 and not moe.latent
+    shared = torch.empty(n, L, dtype=torch.float32, device=h.device) if beside else partial
+    slots, cut = _slots(n, moe), how.down
+    down[(triton.cdiv(L, cut.out), slots + beside)](
+        h, ids, w2, s2, partial, tail, moe.outputs if beside else w2, shared, n,
+        K=k, KP=triton.next_power_of_2(k), INNER=inner, L=L, S=S, SLOTS=slots, BO=cut.out,
+        BK=cut.step, N=MAX_ROWS if cut.dot else 1, STAGES=cut.stages, DIRECT=n * k > E,
+        FORM=how.form, SHARED=beside, DOT=cut.dot, num_warps=cut.warps,
+    )  # fmt: skip
+    return partial, shared if beside else None
+
+
+def _down_one(
+    h: Tensor, ids: Tensor, weights: Tensor, tail: Tensor, residual: Tensor | None, moe: MoE,
+    cut: Plan,
+) -> Tensor:  # fmt: skip
+    k, inner, L, S = moe.top_k, moe.experts.inner, moe.experts.width, moe.shared
+    out = torch.empty(1, L, dtype=h.dtype, device=h.device)
+    down_one[(triton.cdiv(L, cut.out),)](
+        h, ids, weights, moe.experts.w2, tail, moe.outputs, residual, out,
+        K=k, INNER=inner, L=L, S=S, BO=cut.out, BK=cut.step, ADD=residual is not None,
+        num_warps=cut.warps,
+    )  # fmt: skip
+    return out
+
+
+def _combine(
+    partial: Tensor, weights: Tensor, shared: Tensor | None, residual: Tensor | None, out: Tensor,
+    moe: MoE,
+) -> None:  # fmt: skip
+    """Into the first L columns of ``out``."""
+    n, k = weights.shape
+    L = moe.experts.width
+    block = COMBINE if moe.norm is None else triton.next_power_of_2(L)
+    combine[(n, triton.cdiv(L, block))](
+        partial, weights, shared, residual, moe.norm, out, moe.norm_eps, out.stride(0),
+        L=L, BLOCK=block, K=k, SHARED=shared is not None, ADD=residual is not None,
+        NORM=moe.norm is not None, num_warps=2 if moe.norm is None else 8,
+    )  # fmt: skip
+
+
+def moe_plan(n: int, moe: MoE) -> MoEPlan:
+    """The measured best cuts."""
+    E, inner, L = moe.experts.count, moe.experts.inner, moe.experts.width
+    packed = moe.experts.scales is not None
+    inputs = plan(n, moe.inputs.shape[1], moe.inputs.shape[0]) or Plan(16, 64, 4, 3, dot=n > 1)
+    assert E > 0
+    if packed:
+        return MoEPlan(inputs, _packed_cut(n, L, 8), _packed_cut(n, inner, 8), WORDS)
+    dot = n > 1
+    return MoEPlan(
+        inputs,
+        Plan(16 if dot else 8, _step(L, 256 if dot else 512), 4, 3, dot=dot),
+        Plan(16 if dot else 8, _step(inner, 256 if dot else 512), 4, 3, dot=dot),
+        BF16,
+    )
+
+
+def _packed_cut(n: int, inputs: int, out: int) -> Plan:
+    words = inputs // 8
+    step = 256
+    while words % step:
+        step //= 2
+    return Plan(out if n == 1 else 16, step, 4, 2, dot=n > 1)
+
+
+def _step(inputs: int, most: int) -> int:
+    step = most
+    while inputs % step:
+        step //= 2
+    return step
+
+
+def refuses(
+    x: Tensor,
+    moe: MoE,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+) -> str | None:
+    """Why the kernels cannot take this; None: they can."""
+    experts = moe.experts
+    like = [t for t in (x, moe.inputs, moe.outputs, moe.norm, norm, residual) if t is not None]
+    stacked = [experts.w1, experts.w3, experts.w2, *(experts.scales or ())]
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"rows are {x.dtype}, not bfloat16 or float16"
+    if experts.scales is None:
+        like += stacked
+    elif x.dtype != torch.bfloat16:
+        return "MXFP4 experts want rows of bfloat16"
+    elif any(t.dtype != torch.uint8 for t in stacked):
+        return "MXFP4 experts are not uint8"
+    if any(t.dtype != x.dtype for t in like):
+        return "not all tensors have the rows' dtype"
+    if x.dim() != 2 or not 1 <= x.shape[0] <= MAX_ROWS:
+        return f"x is {list(x.shape)}, not 1 to {MAX_ROWS} rows"
+    if any(not t.is_contiguous() for t in (*like, *stacked, moe.bias)):
+        return "a tensor is not contiguous"
+    if x.shape[1] % 16 or experts.inner % GROUP or experts.width % GROUP:
+        return f"expert sizes {experts.inner} and {experts.width} are no multiples of {GROUP}"
+    if moe.norm is not None and not moe.latent:
+        return "a norm of the routed sum without a latent space"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in like):
+        return "gradients are wanted, and the kernel has no backward"
+    return None
