@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dspark.distill.fused_head import head_terms
 from dspark.distill.terms import TERMS, Grid, Objective, mixture
 
 
@@ -53,13 +54,15 @@ class DraftVocabulary:
 class Slots:
     """The supervised slots of a batch, and everything about them that is not trained.
 
-    target_states: [n, D]. labels: [n] draft ids. known: [n] bool, or None: all are. grid: where
-    they sit. counts: slots of each block, in order. vocabulary: None: the target's own.
-    to_logits: frozen LM head of the drafter, [c, D] -> [c, V'], and to_target_logits the target's,
-    -> [c, V]; both give tensors of their own, which are overwritten here.
+    target_states: [m, D]. target_rows: [n], which of them each slot imitates. labels: [n] draft
+    ids. known: [n] bool, or None: all are. grid: where they sit. counts: slots of each block, in
+    order. vocabulary: None: the target's own. to_logits: frozen LM head of the drafter, [c, D] ->
+    [c, V'], and to_target_logits the target's, -> [c, V]; both give tensors of their own, which are
+    overwritten here. head: [V, D], see `fused_head.py`; None: the path of this file.
     """
 
     target_states: Tensor
+    target_rows: Tensor
     labels: Tensor
     known: Tensor | None
     grid: Grid
@@ -68,28 +71,32 @@ class Slots:
     to_logits: Callable[[Tensor], Tensor]
     to_target_logits: Callable[[Tensor], Tensor]
     objective: Objective
+    head: Tensor | None = None
 
-    def chunks(self, size: int) -> list[_Chunk]:
+    def chunks(self, size: int) -> list[Chunk]:
         """Runs of whole blocks with at most `size` slots, or one block."""
-        chunks: list[_Chunk] = []
+        chunks: list[Chunk] = []
         first_block = first_slot = block = slot = 0
         for count in self.counts:
             if slot > first_slot and slot + count - first_slot > size:
-                chunks.append(_Chunk(slice(first_slot, slot), first_block, block))
+                chunks.append(Chunk(slice(first_slot, slot), first_block, block))
                 first_block, first_slot = block, slot
             block, slot = block + 1, slot + count
         if slot > first_slot:
-            chunks.append(_Chunk(slice(first_slot, slot), first_block, block))
+            chunks.append(Chunk(slice(first_slot, slot), first_block, block))
         return chunks
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class Chunk:
+    """Slots `rows` of whole blocks, those from `first_block` to before `end_block`."""
+
     rows: slice
     first_block: int
     end_block: int
 
     def grid(self, grid: Grid) -> Grid:
+        """Where its slots sit, counted from its own first block."""
         block = grid.block[self.rows] - self.first_block
         return Grid(block, grid.position[self.rows], self.end_block - self.first_block, grid.slots)
 
@@ -123,12 +130,11 @@ class _Fused(torch.autograd.Function):
         trained: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         wide = torch.promote_types(states.dtype, torch.float32)
-        total = states.new_zeros((), dtype=wide)
         terms = states.new_zeros((len(TERMS), len(states)), dtype=wide)
-        gradients = [torch.zeros_like(t, dtype=wide) for t in (states, codes, weight) if trained]
-        wide_inputs = states, codes.to(wide), weight.to(wide)
-        for part in slots.chunks(chunk):
-            total += _add_chunk(part, wide_inputs, slots, terms, gradients or None)
+        if slots.head is not None:
+            total, gradients = head_terms((states, codes, weight), slots, chunk, terms, trained)
+        else:
+            total, gradients = _wide_terms((states, codes, weight), slots, chunk, terms, trained)
         dtypes = (states.dtype, codes.dtype, weight.dtype)
         ctx.save_for_backward(*(g.to(d) for g, d in zip(gradients, dtypes, strict=False)))
         ctx.mark_non_differentiable(terms)
@@ -143,8 +149,21 @@ class _Fused(torch.autograd.Function):
         )
 
 
+def _wide_terms(
+    inputs: tuple[Tensor, Tensor, Tensor], slots: Slots, chunk: int, terms: Tensor, trained: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """The mixture [], and the gradients of `inputs` if `trained`; fills `terms` [5, n]."""
+    states, codes, weight = inputs
+    gradients = [torch.zeros_like(t, dtype=terms.dtype) for t in inputs if trained]
+    wide = states, codes.to(terms.dtype), weight.to(terms.dtype)
+    total = terms.new_zeros(())
+    for part in slots.chunks(chunk):
+        total += _add_chunk(part, wide, slots, terms, gradients or None)
+    return total, gradients
+
+
 def _add_chunk(
-    part: _Chunk,
+    part: Chunk,
     inputs: tuple[Tensor, Tensor, Tensor],
     slots: Slots,
     terms: Tensor,
@@ -219,7 +238,7 @@ def _compare(z: Tensor, slots: Slots, rows: slice) -> _Comparison:
     known = None if slots.known is None else slots.known[rows]
     z.sub_(z.amax(-1, keepdim=True))
     ce = -z.gather(-1, labels[:, None])[:, 0]
-    p = slots.to_target_logits(slots.target_states[rows]).to(z.dtype)
+    p = slots.to_target_logits(slots.target_states[slots.target_rows[rows]]).to(z.dtype)
     p.sub_(p.amax(-1, keepdim=True))
     log_ratio = None
     if objective.divergences:

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dspark.distill import fused_head
 from dspark.distill.fused import DraftVocabulary, Slots, fused_terms
 from dspark.distill.terms import TERMS, Grid, Objective, confidence_weights, slot_weights
 from dspark.draft.heads import ConfidenceHead, SequentialHead
@@ -105,6 +106,8 @@ def distill_loss(
     confidence_detach: bool = False,
     vocabulary: DraftVocabulary | None = None,
     to_draft_logits: Callable[[Tensor], Tensor] | None = None,
+    target_rows: Tensor | None = None,
+    head: Tensor | None = None,
 ) -> LossSums:
     """Sums of the loss terms over all supervised slots of a batch of blocks.
 
@@ -129,6 +132,10 @@ def distill_loss(
             DeepSpec lets it flow (the default here).
         vocabulary: The drafter's, if it is a reduced one.
         to_draft_logits: LM head over the reduced vocabulary, [n, D] -> [n, V']; None: `to_logits`.
+        target_rows: [..., G] int64, row of each slot in `target_hidden`, which is then [m, D]:
+            slots of several blocks may share one.
+        head: [V, D], the LM head if `to_logits` is the product with it and nothing else, to take
+            all products in its dtype (`fused_head.takes` it).
     """
     slots = supervised.shape[-1]
     used = supervised.reshape(-1, slots)[:, 0].nonzero().squeeze(-1)
@@ -139,15 +146,27 @@ def distill_loss(
     on = in_use(supervised)
     block, position = on.nonzero(as_tuple=True)
     grid = Grid(block, position, len(on), slots)
+    whole = len(block) == on.numel()
+
+    def picked(values: Tensor) -> Tensor:
+        return values.flatten(0, 1) if whole else values[block, position]
+
     # Masked, not only left out: a later slot must not reach an earlier one through 0 * NaN.
-    before = in_use(prev).masked_fill(~on, 0)
-    hidden = in_use(hidden, 2).masked_fill(~on[..., None], 0)
-    states, codes = hidden[on], markov_head.codes(before, hidden)[on]
-    chosen_labels, known = in_use(labels)[on], None
+    before, hidden = in_use(prev), in_use(hidden, 2)
+    if not whole:
+        before, hidden = before.masked_fill(~on, 0), hidden.masked_fill(~on[..., None], 0)
+    states, codes = picked(hidden), picked(markov_head.codes(before, hidden))
+    chosen_labels, known = picked(in_use(labels)), None
     if vocabulary is not None:
         chosen_labels, known = vocabulary.labels(chosen_labels)
+    if target_rows is None:
+        target_states = picked(in_use(target_hidden, 2))
+        chosen_rows = torch.arange(len(block), device=block.device)
+    else:
+        target_states, chosen_rows = target_hidden, picked(in_use(target_rows))
     work = Slots(
-        target_states=in_use(target_hidden, 2)[on].detach(),
+        target_states=target_states.detach(),
+        target_rows=chosen_rows,
         labels=chosen_labels,
         known=known,
         grid=grid,
@@ -156,9 +175,12 @@ def distill_loss(
         to_logits=to_draft_logits or to_logits,
         to_target_logits=torch.no_grad()(to_logits),
         objective=objective,
+        head=head,
     )
     weight = _named_rows(markov_head.markov_w2.weight, work.to_logits(states[:0].detach()))
-    if chunk is None:  # the target's logits are the wider ones where the vocabulary is reduced
+    if chunk is None and head is not None:
+        chunk = fused_head.even_chunk(len(states), len(head))
+    elif chunk is None:  # the target's logits are the wider ones where the vocabulary is reduced
         chunk = chunk_slots(work.to_target_logits(states[:0]).shape[-1], hidden.device)
     total, terms = fused_terms(states, codes, weight, work, chunk)
     by_term = dict(zip(TERMS, terms, strict=True))
@@ -166,7 +188,7 @@ def distill_loss(
     w = slot_weights(slots, objective.decay, acceptance)[position]
     bce = predicted = torch.zeros_like(acceptance)
     if confidence_head is not None:
-        embed = markov_head.embed(before[on])
+        embed = markov_head.embed(picked(before))
         if confidence_detach:
             states, embed = states.detach(), embed.detach()
         logit = confidence_head(states, embed).to(acceptance.dtype)

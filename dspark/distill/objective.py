@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark.distill import fused_head
 from dspark.distill.batches import Batch
 from dspark.distill.fused import DraftVocabulary
 from dspark.distill.hardness import hard_anchors
@@ -83,7 +84,7 @@ def batch_sums(
     # float32.
     return distill_loss(
         hidden.float(),
-        _rows_at(features.hidden, block.rows),
+        features.hidden.flatten(0, 1),
         block.prev,
         block.labels,
         block.supervised,
@@ -95,13 +96,23 @@ def batch_sums(
         confidence_detach=settings.confidence_detach,
         vocabulary=None if ids is None else DraftVocabulary(ids),
         to_draft_logits=DraftHead(target, ids).logits,
+        target_rows=_flat_rows(block.rows, batch.ids.shape[1]),
+        head=through_head(target, drafter, settings),
     )
 
 
-def _rows_at(hidden: Tensor, rows: Tensor) -> Tensor:
-    """[B, S, D] at positions [B, A, G] -> [B, A, G, D]."""
-    batch = torch.arange(len(hidden), device=hidden.device)[:, None, None]
-    return hidden[batch, rows]
+def through_head(target: Target, drafter: DSparkDrafter, settings: TrainSettings) -> Tensor | None:
+    """The LM head [V, D] if the loss multiplies by it in half precision (`fused_head.py`)."""
+    if settings.precision != "bf16" or target.device.type == "cpu":
+        return None
+    head = target.plain_head()
+    return head if fused_head.takes(head, drafter.draft_ids is not None) else None
+
+
+def _flat_rows(rows: Tensor, length: int) -> Tensor:
+    """Positions [B, A, G] of batch rows -> rows of their states side by side, [B S, D]."""
+    batch = torch.arange(len(rows), device=rows.device)[:, None, None]
+    return batch * length + rows
 
 
 def zero_sums(block_size: int, device: torch.device) -> LossSums:

@@ -17,11 +17,21 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from dspark.distill.apart import ApartGradients
 from dspark.distill.average import Average
+from dspark.distill.kernel_adamw import KernelAdamW
 from dspark.distill.moments import CODECS
 from dspark.distill.muon import Muon, hidden_matrices
 from dspark.distill.processes import Processes
-from dspark.distill.rules import AdamW, Named, PackedAdamW, Rule, adamw_layout, check_state
+from dspark.distill.rules import (
+    AdamW,
+    Named,
+    PackedAdamW,
+    Rule,
+    adamw_layout,
+    check_state,
+    master_weights,
+)
 from dspark.distill.train_settings import TrainSettings
 
 
@@ -36,19 +46,6 @@ def learning_rate(step: int, total: int, settings: TrainSettings) -> float:
         return settings.lr * (step + 1) / (warm + 1)
     progress = (step - warm) / max(1, total - warm)
     return settings.lr * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-
-
-def master_weights(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Name and parameter of everything that trains.
-
-    Raises TypeError for parameters in any other dtype than float32: just below 1.0 a bfloat16
-    weight cannot move by less than 0.004, and norm weights would silently stay as they were.
-    """
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    for name, parameter in named:
-        if parameter.dtype != torch.float32:
-            raise TypeError(f"{name} is {parameter.dtype}: master weights must be float32")
-    return named
 
 
 class FlatGradients:
@@ -71,8 +68,9 @@ class FlatGradients:
             parameter.grad = view.view_as(parameter)
             offset += parameter.numel()
 
-    def zero(self) -> None:
-        """Start a new step."""
+    def zero(self, micro_batches: int = 1) -> None:
+        """Start a new step of so many micro-batches."""
+        del micro_batches
         self.buffer.zero_()
 
     def collect(self) -> None:
@@ -95,6 +93,15 @@ class FlatGradients:
             self.buffer.mul_(limit / norm)
         return norm
 
+    def measure(self) -> None:
+        """Nothing can be prepared for `finish`."""
+
+    def finish(self, weight: float, limit: float) -> tuple[float, str | None]:
+        """Divide by the step's weight and clip: the norm before, and the first bad name, if any."""
+        self.buffer.div_(weight)
+        bad = self.first_bad()
+        return (0.0 if bad else self.clip(limit)), bad
+
 
 def _grad(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None, "FlatGradients attached a gradient to every parameter"
@@ -106,11 +113,23 @@ class Optimiser:
 
     AdamW over everything, or Muon over the matrices of the hidden layers and AdamW over the rest;
     AdamW's moments as they are or packed; and, if asked for, a running mean of the weights.
+
+    Args:
+        module: What trains.
+        settings: Rule and rates.
+        apart: Gradients of one process alone, where they are not to be flat; AdamW then runs as
+            kernels.
     """
 
-    def __init__(self, module: nn.Module, settings: TrainSettings) -> None:
-        self.gradients = FlatGradients(module)
-        self._rules = _rules(module, self.gradients.named, settings)
+    def __init__(
+        self, module: nn.Module, settings: TrainSettings, apart: ApartGradients | None = None
+    ) -> None:
+        self.gradients: FlatGradients | ApartGradients = apart or FlatGradients(module)
+        self._rules: list[Rule] = (
+            _rules(module, self.gradients.named, settings)
+            if apart is None
+            else [KernelAdamW(apart, settings)]
+        )
         self._average = Average(self.gradients.named, settings.ema) if settings.ema else None
 
     def step(self, lr: float) -> None:
@@ -119,6 +138,11 @@ class Optimiser:
             rule.step(lr)
         if self._average is not None:
             self._average.update()
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Inside, the module computes with its copies in half precision, if it has any."""
+        gradients = self.gradients
+        return gradients.computing() if isinstance(gradients, ApartGradients) else nullcontext()
 
     def averaged(self) -> AbstractContextManager[None]:
         """Inside, the module holds the mean of its weights, if one is kept; then its own again."""

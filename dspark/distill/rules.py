@@ -57,6 +57,19 @@ def check_state(tensors: Mapping[str, Tensor], layout: Layout) -> None:
             raise ValueError(f"optimiser state {name}: expected {kind} {shape}")
 
 
+def master_weights(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Name and parameter of everything that trains.
+
+    Raises TypeError for parameters in any other dtype than float32: just below 1.0 a bfloat16
+    weight cannot move by less than 0.004, and norm weights would silently stay as they were.
+    """
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    for name, parameter in named:
+        if parameter.dtype != torch.float32:
+            raise TypeError(f"{name} is {parameter.dtype}: master weights must be float32")
+    return named
+
+
 class TorchAdamW(torch.optim.AdamW):
     """torch's AdamW as the settings ask for it."""
 

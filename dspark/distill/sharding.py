@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from dspark.distill.optim import check_moments, master_weights
+from dspark.distill.optim import check_moments
 from dspark.distill.processes import Processes
-from dspark.distill.rules import MOMENTS, TorchAdamW
+from dspark.distill.rules import MOMENTS, TorchAdamW, master_weights
 from dspark.distill.train_settings import TrainSettings
 
 BUCKET = 8 << 20
@@ -103,8 +103,9 @@ class ShardedGradients:
                 parameter.register_post_accumulate_grad_hook(self._arrival(at))
         self._expect_all()
 
-    def zero(self) -> None:
-        """Start a new step."""
+    def zero(self, micro_batches: int = 1) -> None:
+        """Start a new step of so many micro-batches."""
+        del micro_batches
         self.buffer.zero_()
 
     def collect(self) -> None:
@@ -131,6 +132,15 @@ class ShardedGradients:
         if norm > limit:
             self.buffer.mul_(limit / norm)
         return norm
+
+    def measure(self) -> None:
+        """Nothing can be prepared for `finish`."""
+
+    def finish(self, weight: float, limit: float) -> tuple[float, str | None]:
+        """As `FlatGradients.finish`."""
+        self.buffer.div_(weight)
+        bad = self.first_bad()
+        return (0.0 if bad else self.clip(limit)), bad
 
     def _expect_all(self) -> None:
         self._next = 0
@@ -179,6 +189,10 @@ class ShardedOptimiser:
         self._adamw.step_at(lr)
         for bucket in self.gradients.buckets:
             self._processes.gather_parts(bucket.weights)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """As `Optimiser.computing`; there are no copies."""
+        return nullcontext()
 
     def averaged(self) -> AbstractContextManager[None]:
         """As `Optimiser.averaged`; a mean of shared-out weights is refused by the settings."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark.distill.apart import ApartGradients
 from dspark.distill.batches import Batch, Schedule, deal, make_batch
 from dspark.distill.chat import TrainingRow
 from dspark.distill.loss import LossSums
@@ -27,6 +28,7 @@ from dspark.distill.objective import (
     from_vector,
     objective,
     report,
+    through_head,
     to_vector,
     zero_sums,
 )
@@ -91,7 +93,7 @@ class Trainer:
         self.optimiser: Optimiser | ShardedOptimiser = (
             ShardedOptimiser(drafter, settings, processes)
             if settings.sharded
-            else Optimiser(drafter, settings)
+            else Optimiser(drafter, settings, _apart(target, drafter, settings, processes))
         )
         self.schedule = Schedule(
             len(rows), settings.rows_per_step, settings.epochs, settings.max_steps, settings.seed
@@ -103,30 +105,30 @@ class Trainer:
         """Do optimiser step `step` (from 0). Raises NonFinite, with the weights unchanged."""
         self.drafter.train()
         gradients = self.optimiser.gradients
-        gradients.zero()
         epoch, row_ids = self.schedule.step_rows(step)
+        batches = self._batches(self.rows, row_ids, epoch)
+        gradients.zero(len(batches))
         sums = zero_sums(self.drafter.config.block_size, self.processes.device)
         tokens, fault = 0, None
-        for batch in self._batches(self.rows, row_ids, epoch):
+        for batch in batches:
             tokens += batch.tokens
             if fault is None:
                 part, fault = self._accumulate(batch)
                 sums = sums + part
             gradients.collect()  # after a fault too: the others may wait for this process in it
+        gradients.reduce(self.processes)
+        gradients.measure()
         sums, (tokens, faults, stops) = self._reduce(sums, tokens, fault is not None)
         if faults:
             self._stop(step, self.processes.texts(fault))
-        gradients.reduce(self.processes)
 
         weight = float(sums.normaliser)
         lr = learning_rate(step, self.schedule.total_steps, self.settings)
         norm = 0.0
         if weight > 0:
-            gradients.buffer.div_(weight)
-            bad = gradients.first_bad()
+            norm, bad = gradients.finish(weight, self.settings.clip)
             if bad is not None:
                 self._stop(step, [f"gradient of {bad} not finite; rows {sorted(row_ids)}"])
-            norm = gradients.clip(self.settings.clip)
             self.optimiser.step(lr)
         return StepResult(step, epoch, sums, lr, norm, tokens, stops > 0)
 
@@ -157,18 +159,21 @@ class Trainer:
 
     def _accumulate(self, batch: Batch) -> tuple[LossSums, str | None]:
         """Add the gradient of a micro-batch's summed loss; returns its sums, or a fault."""
-        try:
-            sums = batch_sums(self.target, self.drafter, batch, self.settings, self.source)
-        except BadFeatures as error:
-            return zero_sums(self.drafter.config.block_size, self.processes.device), str(error)
-        fault = self._fault(sums, batch)
-        if fault is None and sums.objective.requires_grad:
-            sums.objective.backward()
+        with self.optimiser.computing():
+            try:
+                sums = batch_sums(self.target, self.drafter, batch, self.settings, self.source)
+            except BadFeatures as error:
+                return zero_sums(self.drafter.config.block_size, self.processes.device), str(error)
+            fault = self._fault(sums, batch)
+            if fault is None and sums.objective.requires_grad:
+                sums.objective.backward()
         return sums.detached(), fault
 
     def _fault(self, sums: LossSums, batch: Batch) -> str | None:
-        for name in ("ce", "l1", "bce", "objective"):
-            if bool(torch.isfinite(getattr(sums, name)).all()):
+        names = ("ce", "l1", "bce", "objective")
+        finite = torch.stack([torch.isfinite(getattr(sums, name)).all() for name in names])
+        for name, right in zip(names, finite.tolist(), strict=True):
+            if right:
                 continue
             broken = [n for n, p in self.drafter.named_parameters() if not _finite(p)]
             culprit = f"parameter {broken[0]}" if broken else f"loss term {name}"
@@ -190,6 +195,31 @@ class Trainer:
             f"step {step + 1}: {'; '.join(faults)}; nothing was changed in this step. Earlier "
             "checkpoints are intact: lower train.lr, or remove the rows, and start a new run"
         )
+
+
+def _apart(
+    target: Target, drafter: DSparkDrafter, settings: TrainSettings, processes: Processes
+) -> ApartGradients | None:
+    """Gradients and update for one process on a GPU; None where they have to be flat.
+
+    Everything that is a product under autocast gets a copy in half precision. The sequential head
+    is multiplied outside of it: in float32, unless its products are taken with those of the LM
+    head.
+    """
+    if processes.world > 1 or processes.device.type == "cpu" or settings.optimizer != "adamw":
+        return None
+    half: list[str] = []
+    config = drafter.config
+    if settings.precision == "bf16" and config.backbone == "attention":
+        half = [
+            n
+            for n, p in drafter.named_parameters()
+            if n.startswith(("fc", "layers")) and p.ndim == 2
+        ]
+        with_head = through_head(target, drafter, settings) is not None
+        if with_head and config.markov_head_type == "vanilla":
+            half += ["markov_head.markov_w1.weight", "markov_head.markov_w2.weight"]
+    return ApartGradients(drafter, half)
 
 
 def _feature_source(

@@ -22,7 +22,7 @@ from dspark.errors import UserError
 from dspark.runtime.hf_cache import RowCache
 from dspark.runtime.hf_layer import ROOM
 from dspark.runtime.hf_mask import Ring
-from dspark.runtime.hf_model import HFModel
+from dspark.runtime.hf_model import HeadRule, HFModel
 from dspark.runtime.target import Cache, TargetOutput
 from dspark.taps import TapSet
 
@@ -78,6 +78,12 @@ class HFTarget:
         bias = None if self.parts.bias is None else self.parts.bias[ids]
         rule = self.parts.rule
         return lambda hidden: rule(torch.nn.functional.linear(hidden, weight, bias))
+
+    def plain_head(self) -> Tensor | None:
+        """See `Target.plain_head`."""
+        if self.parts.bias is not None or self.parts.rule != HeadRule():
+            return None
+        return self.parts.weight[: self.vocab_size]
 
     def head_weight(self) -> Tensor:
         """See `Target.head_weight`."""

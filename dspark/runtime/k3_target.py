@@ -68,6 +68,10 @@ class K3Target:
         """See `Target.head_rest`."""
         return ""
 
+    def plain_head(self) -> Tensor:
+        """See `Target.plain_head`."""
+        return self._head
+
     def head(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
         """See `Target.head`."""
         rows = self._head[ids]

@@ -174,6 +174,10 @@ class Target(Protocol):
         """What `logits` does beyond `head_weight`, in words; empty: nothing."""
         ...
 
+    def plain_head(self) -> Tensor | None:
+        """[V, D], the LM head's matrix where `logits` is the product with it and nothing else."""
+        ...
+
     def new_cache(self, batch: int, max_length: int) -> Cache:
         """Empty cache for `batch` rows of at most `max_length` tokens, pending rows included."""
         ...

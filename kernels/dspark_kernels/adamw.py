@@ -52,7 +52,14 @@ class Rates:
     seed: int
 
 
-def adamw(weight: Tensor, gradient: Tensor, moments: Moments, scale: Tensor, rates: Rates) -> None:
+def adamw(
+    weight: Tensor,
+    gradient: Tensor,
+    moments: Moments,
+    scale: Tensor,
+    rates: Rates,
+    copy: Tensor | None = None,
+) -> None:
     """One update of `weight` [N] float32, in place, from a gradient [N] in float32 or bfloat16.
 
     Args:
@@ -61,6 +68,7 @@ def adamw(weight: Tensor, gradient: Tensor, moments: Moments, scale: Tensor, rat
         moments: Updated in place.
         scale: [] float32, what the gradient is multiplied by.
         rates: Of this update.
+        copy: [N] bfloat16, receives the updated weight.
     """
     if not bool(torch.isfinite(scale)):
         return
@@ -74,6 +82,8 @@ def adamw(weight: Tensor, gradient: Tensor, moments: Moments, scale: Tensor, rat
     rate, spread = corrections(rates)
     weight.mul_(1 - rates.lr * rates.weight_decay)
     weight.sub_(rate * first / ((second * spread).sqrt() + rates.eps))
+    if copy is not None:
+        copy.copy_(weight)
     generator = torch.Generator(weight.device).manual_seed(rates.seed)
     for value, codes, scales in (
         (first, moments.first, moments.first_scales),
@@ -132,8 +142,9 @@ def _pack_codes(value: Tensor, out: Tensor, scales: Tensor, generator: torch.Gen
     out.copy_(code.view(-1)[: len(value)])
 
 
-def cost(count: int, gradient: int, moments: Moments) -> int:
-    """Bytes of one update: weight and moments read and written, a gradient of that size read."""
+def cost(count: int, gradient: int, moments: Moments, copy: bool = False) -> int:
+    """Bytes of one update: weight and moments read and written, a gradient of so many bytes a value
+    read, the copy written."""
     kept = (moments.first, moments.second, moments.first_scales, moments.second_scales)
     state = sum(x.numel() * x.element_size() for x in kept if x is not None)
-    return count * (8 + gradient) + 2 * state
+    return count * (8 + gradient + 2 * copy) + 2 * state

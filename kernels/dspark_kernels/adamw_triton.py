@@ -1,7 +1,8 @@
 """Triton kernel of `adamw`: every value of a parameter is read once and written once.
 
-A program takes `ROWS` blocks of 256 values, which is what shares a scale. Noise for rounding comes
-from Philox over (seed, place), so that it does not depend on the grid.
+A program takes `ROWS` blocks of 256 values, which is what shares a scale. Noise for rounding is a
+hash of seed and place (murmur3's finaliser), 16 bits for each moment: Philox would take longer than
+memory does.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ _KIND = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 def refuses(
-    weight: Tensor, gradient: Tensor, moments: Moments, scale: Tensor, rates: Rates
+    weight: Tensor,
+    gradient: Tensor,
+    moments: Moments,
+    scale: Tensor,
+    rates: Rates,
+    copy: Tensor | None = None,
 ) -> str | None:
     """Why the kernel does not take these, or None."""
-    del scale, rates
+    del scale, rates, copy
     if weight.dtype != torch.float32 or gradient.dtype not in (torch.float32, torch.bfloat16):
         return f"weight in {weight.dtype} with a gradient in {gradient.dtype}"
     if moments.first.dtype not in _KIND:
@@ -31,7 +37,14 @@ def refuses(
     return None
 
 
-def adamw(weight: Tensor, gradient: Tensor, moments: Moments, scale: Tensor, rates: Rates) -> None:
+def adamw(
+    weight: Tensor,
+    gradient: Tensor,
+    moments: Moments,
+    scale: Tensor,
+    rates: Rates,
+    copy: Tensor | None = None,
+) -> None:
     """See `adamw.adamw`."""
     count = weight.numel()
     kind = _KIND[moments.first.dtype]
@@ -41,9 +54,19 @@ def adamw(weight: Tensor, gradient: Tensor, moments: Moments, scale: Tensor, rat
         first_scales = second_scales = scale  # never read
     _adamw[(triton.cdiv(count, ROWS * BLOCK),)](
         weight, gradient, moments.first, moments.second, first_scales, second_scales, scale,
-        count, rates.seed, rate, spread, 1 - rates.lr * rates.weight_decay, rates.beta1,
-        rates.beta2, rates.eps, KIND=kind, ROWS=ROWS, BLOCK=BLOCK, num_warps=WARPS,
+        weight if copy is None else copy, count, rates.seed, rate, spread,
+        1 - rates.lr * rates.weight_decay, rates.beta1, rates.beta2, rates.eps,
+        KIND=kind, COPY=copy is not None, ROWS=ROWS, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
+
+
+@triton.jit
+def _noise(at, seed):
+    """32 bits for every place."""
+    x = at.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
 
 
 @triton.jit
@@ -56,26 +79,25 @@ def _power(x, SIGNED: tl.constexpr):
 @triton.jit
 def _read(values, scales, at, block, within, blocks, KIND: tl.constexpr, SIGNED: tl.constexpr):
     """A moment in float32."""
-    stored = tl.load(values + at, mask=within, other=0).to(tl.float32)
-    if KIND != 2:
-        return stored
-    scale = tl.load(scales + block, mask=block < blocks, other=0.0)[:, None]
-    if SIGNED:
-        share = stored / 127
-        return tl.where(stored < 0, -scale, scale) * share * share
-    return scale * _power(stored / 255, SIGNED)
+    moment = tl.load(values + at, mask=within, other=0).to(tl.float32)
+    if KIND == 2:
+        scale = tl.load(scales + block, mask=block < blocks, other=0.0)[:, None]
+        if SIGNED:
+            moment = tl.where(moment < 0, -scale, scale) * _power(moment / 127, SIGNED)
+        else:
+            moment = scale * _power(moment / 255, SIGNED)
+    return moment
 
 
 @triton.jit
 def _write(
-    values, scales, moment, at, block, within, blocks, seed, stream, KIND: tl.constexpr,
+    values, scales, moment, noise, at, block, within, blocks, KIND: tl.constexpr,
     SIGNED: tl.constexpr,
 ):  # fmt: skip
     """Store a moment, rounded at random where it does not fit."""
     if KIND == 0:
         tl.store(values + at, moment, mask=within)
     elif KIND == 1:
-        noise = tl.randint(seed + stream, at).to(tl.int32) & 0xFFFF
         bits = (moment.to(tl.int32, bitcast=True) + noise) & -65536
         tl.store(values + at, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=within)
     else:
@@ -88,8 +110,8 @@ def _write(
         below = root if SIGNED else tl.sqrt(root)
         below = tl.minimum(tl.floor(below * codes), codes - 1.0)
         low, high = _power(below / codes, SIGNED), _power((below + 1) / codes, SIGNED)
-        noise = tl.rand(seed + stream, at)
-        code = below + tl.where(noise * (high - low) < share - low, 1.0, 0.0)
+        chance = noise.to(tl.float32) * 1.52587890625e-05  # 2^-16
+        code = below + tl.where(chance * (high - low) < share - low, 1.0, 0.0)
         if SIGNED:
             code = tl.where(moment < 0, -code, code)
         else:
@@ -99,8 +121,9 @@ def _write(
 
 @triton.jit(do_not_specialize=["seed"])
 def _adamw(
-    weight, gradient, first, second, first_scales, second_scales, scale, count, seed, rate, spread,
-    decay, beta1, beta2, eps, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    weight, gradient, first, second, first_scales, second_scales, scale, copy, count, seed, rate,
+    spread, decay, beta1, beta2, eps, KIND: tl.constexpr, COPY: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     factor = tl.load(scale)
     # False for NaN too: nothing is changed then.
@@ -116,5 +139,9 @@ def _adamw(
         w = tl.load(weight + at, mask=within, other=0.0)
         w = w * decay - rate * m / (tl.sqrt(v * spread) + eps)
         tl.store(weight + at, w, mask=within)
-        _write(first, first_scales, m, at, block, within, blocks, seed, 0, KIND, True)
-        _write(second, second_scales, v, at, block, within, blocks, seed, 1, KIND, False)
+        if COPY:
+            tl.store(copy + at, w.to(tl.bfloat16), mask=within)
+        noise = _noise(at, seed)
+        low, high = (noise & 0xFFFF).to(tl.int32), (noise >> 16).to(tl.int32)
+        _write(first, first_scales, m, low, at, block, within, blocks, KIND, True)
+        _write(second, second_scales, v, high, at, block, within, blocks, KIND, False)

@@ -1,0 +1,101 @@
+"""The fused loss on a GPU, where the LM head is nothing but a half-precision matrix W.
+
+The same chunks and formulas as `fused.py`, but logits stay in W's dtype, z = (W2 u) + W h in one
+accumulation, and two kernels (`ops.distill_terms`, `ops.distill_pull`) read them instead of a dozen
+elementwise passes; the second leaves the gradient where z was. What is left is products:
+
+    z = codes W2^T + states W^T     t = target W^T
+    d states = dz W                 d codes = dz W2              d W2 = dz^T codes
+
+Blocks overlap: slots of several blocks imitate the same position of the target, whose logits are
+formed once (2,400 rows instead of 3,584 at 512 anchors of 7 slots in 4,096 positions). A chunk
+holds two buffers in W's dtype, [c, V] and [m, V]; bfloat16 products accumulate in float32.
+
+Letters: c slots of a chunk, m positions of the target among them, D hidden, R rank, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dspark import ops
+from dspark.distill.terms import mixture
+
+if TYPE_CHECKING:
+    from dspark.distill.fused import Chunk, Slots
+
+CHUNK_BYTES = 2**30
+"""Size of a buffer of logits when no chunk is asked for."""
+
+
+def takes(head: Tensor | None, reduced: bool) -> bool:
+    """Whether a loss goes this way.
+
+    Args:
+        head: [V, D] if the target's logits are the product with it and nothing else, or None.
+        reduced: Whether the drafter has a vocabulary of its own.
+    """
+    return head is not None and head.dtype == torch.bfloat16 and not reduced
+
+
+def even_chunk(slots: int, vocabulary: int) -> int:
+    """Slots of a chunk: as few chunks as `CHUNK_BYTES` allows, of about the same size."""
+    most = max(1, CHUNK_BYTES // (2 * vocabulary))
+    return max(1, -(-slots // max(1, -(-slots // most))))
+
+
+def head_terms(
+    inputs: tuple[Tensor, Tensor, Tensor], slots: Slots, chunk: int, terms: Tensor, trained: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """The mixture [], and the gradients of states, codes and W2 if `trained`, else none.
+
+    `terms` [5, n] is filled.
+    """
+    assert slots.head is not None
+    states, codes, weight = (tensor.to(slots.head.dtype) for tensor in inputs)
+    total = terms.new_zeros(())
+    gradients = []
+    if trained:
+        gradients = [torch.zeros_like(states), torch.zeros_like(codes)]
+        gradients.append(torch.zeros_like(weight, dtype=torch.float32))
+    for part in slots.chunks(chunk):
+        z, mixed = _pulled(part, (states, codes, weight), slots, terms, trained)
+        total += mixed
+        if trained:
+            torch.mm(z, slots.head, out=gradients[0][part.rows])
+            torch.mm(z, weight, out=gradients[1][part.rows])
+            gradients[2] += _wide_product(z.T, codes[part.rows])
+        del z
+    return total, gradients
+
+
+def _pulled(
+    part: Chunk, inputs: tuple[Tensor, Tensor, Tensor], slots: Slots, terms: Tensor, trained: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradient of a chunk's mixture in its logits [c, V], or those, untrained; the mixture."""
+    assert slots.head is not None
+    states, codes, weight = inputs
+    rows, wanted = part.rows, slots.objective.divergences
+    z = torch.mm(codes[rows], weight.T).addmm_(states[rows], slots.head.T)
+    which, shared = torch.unique(slots.target_rows[rows], return_inverse=True)
+    target = torch.mm(slots.target_states[which].to(slots.head.dtype), slots.head.T)
+    found = ops.distill_terms(z, target, shared, slots.labels[rows], wanted)
+    worth = found[0].requires_grad_(trained)
+    with torch.set_grad_enabled(trained):
+        mixed = mixture(worth, part.grid(slots.grid), slots.objective, None)
+    terms[:, rows] = worth.detach()
+    if trained:
+        [coefficients] = torch.autograd.grad(mixed, worth)
+        found = worth.detach(), found[1]
+        z = ops.distill_pull(z, target, shared, slots.labels[rows], wanted, found, coefficients)
+    return z, mixed.detach()
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in float32, of half-precision matrices."""
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
