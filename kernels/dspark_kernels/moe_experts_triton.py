@@ -50,7 +50,7 @@ def _product(
             )
         else:
             one_a, one_b, _ = rows_tile.gemv(
-                one, x, a, b, 0, I, I, BO, BK, STAGES, False, DUAL, True
+                own, x, a, b, 0, I, I, BO, BK, STAGES, False, DUAL, True
             )
             acc_a = one_a[:, None]
             acc_b = one_b[:, None]
