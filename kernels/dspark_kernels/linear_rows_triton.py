@@ -6,6 +6,8 @@ parts in order. What decides the speed is bytes in flight: programs per processo
 that one has asked for ahead of use. ``plan`` holds what was measured best.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -36,7 +38,8 @@ class Plan:
 def _sums(
     x, norm, a, b, start, n,
     I: tl.constexpr, SPAN: tl.constexpr, EVEN: tl.constexpr,  # noqa: E741
-    BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, DUAL: tl.constexpr, DOT: tl.constexpr,
+    BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    NORM: tl.constexpr, DUAL: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Both sums as [BO, N] and the squares as [N]; N is 1 without DOT."""
     if DOT:

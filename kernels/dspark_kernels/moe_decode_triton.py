@@ -107,12 +107,15 @@ def _slots(n: int, moe: MoE) -> int:
     return min(n * moe.top_k, moe.experts.count)
 
 
-def _stored(experts: Experts, form: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def _stored(experts: Experts, form: int) -> tuple[Three, Three]:
     """The three matrices as the kernels read them, and their scales or something in their place."""
-    weights = (experts.w1, experts.w3, experts.w2)
+    w1, w3, w2 = experts.w1, experts.w3, experts.w2
     if form == WORDS:
-        weights = tuple(w.view(torch.int32) for w in weights)
-    return weights, experts.scales or weights
+        w1, w3, w2 = (w.view(torch.int32) for w in (w1, w3, w2))
+    return (w1, w3, w2), experts.scales or (w1, w3, w2)
 
 
 def _gate_up(z: Tensor, ids: Tensor, moe: MoE, how: MoEPlan) -> Tensor:

@@ -4,6 +4,8 @@ A program is (tile of outputs, slot). See `moe_decode_triton` for slots. Row r's
 r k + j: its hidden row and its output have a place of their own.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import triton

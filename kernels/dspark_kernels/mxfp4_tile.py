@@ -12,6 +12,8 @@ is missing goes into the exponent of the group's scale. For eight codes to meet 
 a shuffle, x lies in eight planes: input c at (c mod 8) I/8 + c div 8.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import triton

@@ -8,6 +8,8 @@ is multiplied lane by lane (``gemv``); several are padded to the 16 of a matrix 
 (``gemm``). Either can run two matrices at once, gate and up.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import triton
