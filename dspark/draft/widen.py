@@ -46,7 +46,7 @@ def widen_drafter(
     Raises:
         UserError: Another backbone or head, or sizes that cannot hold the drafter.
     """
-    config = _wide_config(drafter.config, wide)
+    config = wide_draft_config(drafter.config, wide)
     with torch.device("meta"):
         big = DSparkDrafter(config)
     big = big.to(dtype).to_empty(device=device).eval()
@@ -65,7 +65,8 @@ def widen_drafter(
     return big
 
 
-def _wide_config(config: DraftConfig, wide: WideDraft) -> DraftConfig:
+def wide_draft_config(config: DraftConfig, wide: WideDraft) -> DraftConfig:
+    """The wide drafter's configuration. Raises UserError for what cannot be widened."""
     kda = config.kda
     if kda is None or kda.block_softmax or config.markov_head_type != "vanilla":
         raise UserError(
