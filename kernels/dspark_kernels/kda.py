@@ -30,6 +30,7 @@ Letters: B batch, T rows, H heads, K key width, V value width, N chunks, C rows 
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -140,11 +141,21 @@ def chunk(
     beta: Tensor,
     state: Tensor,
     lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same function as ``recurrent`` in chunks of ``CHUNK`` rows, for prefill and training.
 
-    ``lower_bound`` is what the gate guarantees: every g >= lower_bound. None guarantees nothing.
+    Args:
+        lower_bound: What the gate guarantees: every g >= lower_bound. None guarantees nothing.
+        cu_seqlens: [S + 1] int64, ascending from 0 to T: rows cu_seqlens[s] to cu_seqlens[s + 1] of
+            a batch of one are sequence s, which may be empty, and ``state`` holds S of them. None:
+            every batch row is one sequence.
+
+    Returns:
+        Outputs [B, T, H, V] in the dtype of ``v``, and the states after the last rows.
     """
+    if cu_seqlens is not None:
+        return _chunk_packed(q, k, v, g, beta, state, lower_bound, cu_seqlens)
     factored = lower_bound is not None and -lower_bound * CHUNK <= MAX_EXPONENT
     B, T, H, _ = q.shape
     pad = -T % CHUNK
@@ -165,7 +176,30 @@ def chunk(
     out = torch.matmul(q * G.exp(), torch.stack(entering, 2)) + torch.matmul(
         scores, torch.stack(updates, 2)
     )
-    return out.reshape(B, H, -1, v.shape[-1])[:, :, :T].transpose(1, 2), state
+    return out.reshape(B, H, -1, v.shape[-1])[:, :, :T].transpose(1, 2).to(v.dtype), state
+
+
+def _chunk_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    lower_bound: float | None,
+    cu_seqlens: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """``chunk`` of one sequence after the other."""
+    bounds = cu_seqlens.tolist()
+    outputs, states = [v.new_empty(1, 0, *v.shape[2:])], []
+    for s, (first, last) in enumerate(pairwise(bounds)):
+        after = state[s : s + 1]
+        if last > first:
+            rows = (x[:, first:last] for x in (q, k, v, g, beta))
+            out, after = chunk(*rows, after, lower_bound)
+            outputs.append(out)
+        states.append(after)
+    return torch.cat(outputs, 1), torch.cat(states)
 
 
 def step(
