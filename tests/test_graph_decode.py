@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from dspark import ops
 from dspark.draft.config import DraftConfig
-from dspark.draft.model import DSparkDrafter
 from dspark.draft.shapes import KDAShape, MLAShape
 from dspark.errors import UserError
 from dspark.k3.config import K3Config
@@ -69,10 +69,22 @@ def target() -> K3Target:
     return K3Target(tiny_model(), "tiny", ())
 
 
+class Marks:
+    """Token i is the text <i>."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
+    def decode(
+        self,
+        token_ids: list[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str:
+        return "".join(f"<{token}>" for token in token_ids)
+
+
 def requests(count: int = len(PROMPTS), length: int = 14) -> list[Request]:
-    return [
-        Request(prompt, length + 3 * i, index=i) for i, prompt in enumerate(PROMPTS[:count])
-    ]
+    return [Request(prompt, length + 3 * i, index=i) for i, prompt in enumerate(PROMPTS[:count])]
 
 
 def plain_texts(target: K3Target, asked: list[Request]) -> list[list[int]]:
@@ -160,7 +172,8 @@ def test_texts_end_where_they_should(target: K3Target, monkeypatch: pytest.Monke
     """End tokens inside an accepted run, one token only, and a seat that is used again."""
     free = plain_texts(target, requests(length=20))
     asked = [
-        replace(request, end_token_ids=[free[i][6]]) for i, request in enumerate(requests(length=20))
+        replace(request, end_token_ids=[free[i][6]])
+        for i, request in enumerate(requests(length=20))
     ]
     asked += [Request(PROMPTS[0], 1), Request(PROMPTS[1], 9, end_token_ids=[free[1][0]])]
     plain = plain_texts(target, asked)
@@ -175,7 +188,7 @@ def test_texts_end_where_they_should(target: K3Target, monkeypatch: pytest.Monke
 def test_a_stop_string_ends_a_text_one_frame_late(target: K3Target) -> None:
     free = plain_texts(target, requests(1, 20))[0]
     told: list[int] = []
-    stop = StopStrings(["".join(f"<{t}>" for t in free[5:7])], lambda ids: "".join(f"<{t}>" for t in ids))
+    stop = StopStrings([Marks().decode(free[5:7])], Marks())
     asked = [Request(PROMPTS[0], 20, stop=stop, on_tokens=told.extend), Request(PROMPTS[1], 5)]
     found = GraphDecoder(target, seats=1, max_length=40).generate_many(asked)
     assert found[0].tokens == free[:7] == told
@@ -257,4 +270,3 @@ def test_a_model_without_a_drafter_still_works_after_packing(target: K3Target) -
     GraphDecoder(alone, seats=1, max_length=20).generate(PROMPTS[0], max_new_tokens=9)
     after = plain_generate(alone, PROMPTS[0], max_new_tokens=9, sampling=GREEDY).tokens
     assert before == after == plain_texts(target, requests(1))[0][:9]
-    assert isinstance(make_drafter(ATTENTION), DSparkDrafter)

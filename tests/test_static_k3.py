@@ -16,8 +16,8 @@ from torch import Tensor
 from dspark.k3.cache import K3Cache
 from dspark.k3.config import K3Config
 from dspark.k3.model import K3ForCausalLM
-from dspark.k3.static.cache import StaticCache
 from dspark.k3.mxfp4 import dequantise, quantise
+from dspark.k3.static.cache import StaticCache
 from dspark.k3.static.decode import StaticDecoder, StepOutput
 from dspark.k3.static.weights import tensors
 from dspark.taps import TapSet

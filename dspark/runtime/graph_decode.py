@@ -273,20 +273,24 @@ class _Run:
 
     def _read(self, frame: _Flying) -> None:
         table, _ = frame.mail.read()
-        drafted = self.decoder.length
-        confident = drafted > 0 and self.decoder.drafter.confidence_head is not None
+        drafter, drafted = self.decoder.drafter, self.decoder.length
+        confident = drafter is not None and drafter.confidence_head is not None
         cuts = [HEADS, drafted, drafted, drafted if confident else 0]
         spent = Spent(0.0, frame.span.seconds(), 0.0, drafted + 1)
         for seat, (text, numbers) in enumerate(zip(frame.texts, table, strict=True)):
             if text is None or self.seated[seat] is not text:
                 continue
-            with text_positions(lambda place=text.position: [place]):
-                raise_fault([int(numbers[5])])
+            _raise(text, int(numbers[5]))
             outcome = outcome_of(numbers, cuts, text.left - 1)
             count = text.take(outcome)
-            if self.decoder.drafter is not None:
+            if drafter is not None:
                 text.rounds.append(outcome.record(count, spent))
             if text.finished:
                 self.ended[text] = time.perf_counter()
                 self.decoder._empty(seat)
                 self.seated[seat] = None
+
+
+def _raise(text: Text, fault: int) -> None:
+    with text_positions(lambda: [text.position]):
+        raise_fault([fault])

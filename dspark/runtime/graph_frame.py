@@ -2,7 +2,7 @@
 
     draft     block pass of the drafter, sequential head
     verify    target pass over [anchor, x_1..x_L], verdict
-    commit    accepted rows in the target's cache and the drafter's context, next anchor, tokens left
+    commit    accepted rows in cache and draft context, next anchor, tokens left
 
 A frame without a drafter is a plain step: one row, one token. No tensor here is read by the host
 and no shape depends on a value. What the host will want to know leaves as a letter:

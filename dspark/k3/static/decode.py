@@ -13,7 +13,6 @@ Letters: B seats, T rows of a step, n = B T, D hidden, N taps.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -115,12 +114,12 @@ class StaticDecoder:
         return StepOutput(last.view(B, T, -1), joined, rows.chosen)
 
     def logits(self, last: Tensor) -> Tensor:
-        """[..., D] of `step` -> [..., V] float32."""
+        """[..., D] of `step` -> [..., V] in the weights' dtype."""
         flat = last.reshape(-1, last.shape[-1])
         logits = ops.linear_rows(
             flat, self.weights.head, norm=self.weights.norm, eps=self.config.rms_norm_eps
         )
-        return logits.view(*last.shape[:-1], -1).float()
+        return logits.view(*last.shape[:-1], -1)
 
     def _residual(
         self, x: Tensor, rows: _Rows, taps: TapSet | None
@@ -136,7 +135,7 @@ class StaticDecoder:
     def _attention_residuals(
         self, x: Tensor, rows: _Rows, taps: TapSet | None
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        size, eps = self.config.attn_res_block_size, self.config.rms_norm_eps
+        size = self.config.attn_res_block_size
         assert size is not None
         wanted = taps.layer_ids if taps is not None else ()
         raw = taps is not None and taps.kind == "raw_prefix"
@@ -145,22 +144,35 @@ class StaticDecoder:
         prefix, held = x, 0
         for i, layer in enumerate(self.weights.layers):
             starts = i % size == 0
-            read = partial(ops.attn_res_mix, prefix, bank, held, layer.mixer_key, eps)
-            h, normed = read(layer.mixer_norm, eps, append=starts)
+            read = (prefix, bank, held)
+            h, normed = self._read(*read, layer.mixer_key, layer.mixer_norm, append=starts)
             held += starts
             if not raw and i - 1 in wanted:
                 tapped[i - 1] = h
             prefix = self._attend(layer, normed, rows, residual=None if starts else prefix)
-            read = partial(ops.attn_res_mix, prefix, bank, held, layer.mlp_key, eps)
-            _, normed = read(layer.mlp_norm, eps)
+            _, normed = self._read(prefix, bank, held, layer.mlp_key, layer.mlp_norm)
             prefix = self._transform(layer, normed, rows, residual=prefix)
             if raw and i in wanted:
                 tapped[i] = prefix
-        key, norm = self.weights.key, self.weights.norm
-        last, _ = ops.attn_res_mix(prefix, bank, held, key, eps, norm, eps)
+        last, _ = self._read(prefix, bank, held, self.weights.key, self.weights.norm)
         if not raw and len(self.weights.layers) - 1 in wanted:
             tapped[len(self.weights.layers) - 1] = last
         return last, tapped
+
+    def _read(
+        self,
+        prefix: Tensor,
+        bank: Tensor,
+        count: int,
+        key: Tensor | None,
+        norm: Tensor,
+        *,
+        append: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """A read of Attention Residuals and the norm behind it."""
+        assert key is not None
+        eps = self.config.rms_norm_eps
+        return ops.attn_res_mix(prefix, bank, count, key, eps, norm, eps, append=append)
 
     def _attend(
         self,
@@ -182,10 +194,11 @@ class StaticDecoder:
     def _kda(self, w: KDAWeights, inputs: Tensor, rows: _Rows) -> Tensor:
         """[n, HK] of the packed products [n, O] of one KDA layer."""
         shape = (rows.batch, rows.count, -1)
-        raw, gate, low, beta = inputs.split(w.splits, dim=-1)
+        raw, gate, decay, beta = inputs.split(w.splits, dim=-1)
         factors, rank, _ = w.second.shape
-        first = inputs[:, sum(w.splits[:3]) - factors * rank : sum(w.splits[:3])]
-        second = torch.bmm(first.view(-1, factors, rank).transpose(0, 1), w.second)
+        end = sum(w.splits[:3])
+        first = inputs[:, end - factors * rank : end].unflatten(1, (factors, rank))
+        second = torch.bmm(first.transpose(0, 1), w.second)
         gate, decay = second[0] if factors > 1 else gate, second[-1]
         cache, index = rows.cache, rows.linear
         rows.linear += 1

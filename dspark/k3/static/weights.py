@@ -1,4 +1,4 @@
-"""The weights of a decoder as its static pass reads them: few matrices, no second copy of a big one.
+"""The weights of a decoder as its static pass reads them: few matrices, no big one stored twice.
 
     KDA    [q, k, v, gate, decay, beta]    one product of the normed row; gate and decay may then
                                            have a second, low-rank factor each
@@ -49,7 +49,8 @@ class KDAWeights:
 @dataclass(frozen=True)
 class MLAWeights:
     """inputs [O, D] of `splits` = (query, R + p, gate or 0) columns; query_norm [q rank] and query
-    [H (n + p), q rank], or None; latent_norm [R]; key [H, n, R]; value [H, v, R]; output [D, Hv]."""
+    [H (n + p), q rank], or None; latent_norm [R]; key [H, n, R]; value [H, v, R]; output
+    [D, Hv]."""
 
     inputs: Tensor
     splits: tuple[int, int, int]
