@@ -1,7 +1,6 @@
-"""One program per row, twice over its entries: scores first, then the mixture and its norm.
+"""One program per row: all entries into registers at once, then scores, mixture and norm.
 
-Tiles are [entries, BLOCK_D] with products summed over tiles before they are summed over a tile, so
-that all scores cost one reduction. The second pass finds the row in the L1 or L2.
+Every load is under way before the first sum needs one, and nothing is read twice.
 """
 
 from __future__ import annotations
@@ -15,88 +14,55 @@ from dspark_kernels.interpreted_floats import exact_floats
 
 exact_floats()
 
-
-@triton.jit
-def _prefix_of(
-    prefix, added, bank, count, d, mask, stride, ADDED: tl.constexpr, APPEND: tl.constexpr
-):
-    """The prefix, with what joins it, stored where it changed or where it is wanted."""
-    p = tl.load(prefix + d, mask=mask, other=0.0)
-    if ADDED:
-        more = tl.load(added + d, mask=mask, other=0.0)
-        p = (p.to(tl.float32) + more.to(tl.float32)).to(p.dtype)
-        tl.store(prefix + d, p, mask=mask)
-    if APPEND:
-        tl.store(bank + count * stride + d, p, mask=mask)
-    return p.to(tl.float32)
+MOST_NUMBERS = 11 * 8192
+"""Of one row, entries and prefix: what the registers of a processor hold."""
 
 
 @triton.jit
-def _weights(
-    prefix, added, bank, key, stride, eps,
-    COUNT: tl.constexpr, C_PAD: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    ADDED: tl.constexpr, APPEND: tl.constexpr,
-):  # fmt: skip
-    """softmax of the scores: [C_PAD] of the bank's entries, and the prefix's."""
-    j = tl.arange(0, C_PAD)
-    dots = tl.zeros((C_PAD, BLOCK_D), tl.float32)
-    squares = tl.zeros((C_PAD, BLOCK_D), tl.float32)
-    own_dots = tl.zeros((BLOCK_D,), tl.float32)
-    own_squares = tl.zeros((BLOCK_D,), tl.float32)
-    for start in tl.static_range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
-        w = tl.load(key + d, mask=d < D, other=0.0).to(tl.float32)
-        p = _prefix_of(prefix, added, bank, COUNT, d, d < D, stride, ADDED, APPEND)
-        mask = (j < COUNT)[:, None] & (d < D)[None, :]
-        v = tl.load(bank + j[:, None] * stride + d[None, :], mask=mask, other=0.0).to(tl.float32)
-        dots += v * w[None, :]
-        squares += v * v
-        own_dots += p * w
-        own_squares += p * p
-    scores = tl.sum(dots, axis=1) * tl.rsqrt(tl.sum(squares, axis=1) / D + eps)
-    scores = tl.where(j < COUNT, scores, float("-inf"))
-    own = tl.sum(own_dots, axis=0) * tl.rsqrt(tl.sum(own_squares, axis=0) / D + eps)
-    most = tl.maximum(tl.max(scores, axis=0), own)
-    weights, own_weight = tl.exp(scores - most), tl.exp(own - most)
-    mass = tl.sum(weights, axis=0) + own_weight
-    return weights / mass, own_weight / mass
+def _score(v, key, eps, D: tl.constexpr):
+    return tl.sum(v * key, axis=0) * tl.rsqrt(tl.sum(v * v, axis=0) / D + eps)
 
 
 @triton.jit
 def _mix_kernel(
     prefix, added, bank, key, weight, mixed, normed, stride, eps, norm_eps,
-    COUNT: tl.constexpr, C_PAD: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    ADDED: tl.constexpr, APPEND: tl.constexpr,
+    COUNT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ADDED: tl.constexpr,
+    APPEND: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * D
-    prefix += row
-    added += row
-    bank += row
-    mixed += row
-    normed += row
-    j = tl.arange(0, C_PAD)
-    weights, own = _weights(
-        prefix, added, bank, key, stride, eps, COUNT, C_PAD, D, BLOCK_D, ADDED, APPEND
-    )
+    d = tl.arange(0, D_PAD)
+    mask = d < D
+    at = tl.program_id(0).to(tl.int64) * D + d
+    entries = ()
+    for i in tl.static_range(COUNT):
+        entries = entries + (tl.load(bank + i * stride + at, mask=mask, other=0.0),)  # noqa: RUF005
+    own = tl.load(prefix + at, mask=mask, other=0.0)
+    k = tl.load(key + d, mask=mask, other=0.0).to(tl.float32)
     if ADDED:
-        tl.debug_barrier()  # the prefix is read again, by whichever thread
-    squares = tl.zeros((BLOCK_D,), tl.float32)
-    for start in tl.static_range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
-        mask = (j < COUNT)[:, None] & (d < D)[None, :]
-        v = tl.load(bank + j[:, None] * stride + d[None, :], mask=mask, other=0.0).to(tl.float32)
-        p = tl.load(prefix + d, mask=d < D, other=0.0).to(tl.float32)
-        m = (tl.sum(v * weights[:, None], axis=0) + p * own).to(mixed.dtype.element_ty)
-        tl.store(mixed + d, m, mask=d < D)
-        squares += m.to(tl.float32) * m.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(squares, axis=0) / D + norm_eps)
-    tl.debug_barrier()
-    for start in tl.static_range(0, D, BLOCK_D):
-        d = start + tl.arange(0, BLOCK_D)
-        m = tl.load(mixed + d, mask=d < D, other=0.0)
-        w = tl.load(weight + d, mask=d < D, other=0.0)
-        n = (m.to(tl.float32) * scale).to(m.dtype).to(tl.float32) * w.to(tl.float32)
-        tl.store(normed + d, n.to(m.dtype), mask=d < D)
+        more = tl.load(added + at, mask=mask, other=0.0)
+        own = (own.to(tl.float32) + more.to(tl.float32)).to(own.dtype)
+        tl.store(prefix + at, own, mask=mask)
+    if APPEND:
+        tl.store(bank + COUNT * stride + at, own, mask=mask)
+
+    scores = (_score(own.to(tl.float32), k, eps, D),)
+    most = scores[0]
+    for i in tl.static_range(COUNT):
+        score = _score(entries[i].to(tl.float32), k, eps, D)
+        scores = scores + (score,)  # noqa: RUF005
+        most = tl.maximum(most, score)
+    mass = tl.exp(scores[0] - most)
+    total = own.to(tl.float32) * mass
+    for i in tl.static_range(COUNT):
+        share = tl.exp(scores[i + 1] - most)
+        total += entries[i].to(tl.float32) * share
+        mass += share
+    out = (total / mass).to(mixed.dtype.element_ty)
+    tl.store(mixed + at, out, mask=mask)
+    total = out.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(total * total, axis=0) / D + norm_eps)
+    scaled = (total * scale).to(out.dtype).to(tl.float32)
+    w = tl.load(weight + d, mask=mask, other=0.0).to(tl.float32)
+    tl.store(normed + at, (scaled * w).to(out.dtype), mask=mask)
 
 
 def refuses(
@@ -118,8 +84,9 @@ def refuses(
         return "prefix, bank, addend and norm weight are of different dtypes"
     if not all(x.is_contiguous() for x in given) or bank[0].shape != prefix.shape:
         return "prefix, bank or addend is not contiguous, or the bank holds other rows"
-    if count > 64 or prefix.shape[-1] > 32768:
-        return f"{count} entries of width {prefix.shape[-1]}; at most 64 and 32768"
+    numbers = (count + 1) * triton.next_power_of_2(prefix.shape[-1])
+    if numbers > MOST_NUMBERS:
+        return f"a row and its entries are {numbers} numbers; at most {MOST_NUMBERS}"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*given, key_weight, weight)):
         return "there is no backward"
     return None
@@ -137,7 +104,7 @@ def attn_res_mix(
     append: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See ``dspark_kernels.attn_res.attn_res_mix``."""
-    return mix(prefix, bank, count, key_weight, eps, weight, norm_eps, added, append, 8192, 8)
+    return mix(prefix, bank, count, key_weight, eps, weight, norm_eps, added, append, 8)
 
 
 def mix(
@@ -150,18 +117,14 @@ def mix(
     norm_eps: float,
     added: Tensor | None,
     append: bool,
-    tile: int,
     warps: int,
 ) -> tuple[Tensor, Tensor]:
-    """``attn_res_mix`` with tiles of ``tile`` numbers."""
+    """``attn_res_mix`` with programs of ``warps`` warps."""
     mixed, normed = torch.empty_like(prefix), torch.empty_like(prefix)
     width = prefix.shape[-1]
-    entries = triton.next_power_of_2(max(1, count))
-    block = max(16, min(triton.next_power_of_2(width), tile // entries))
     _mix_kernel[(prefix.numel() // width,)](
         prefix, prefix if added is None else added, bank, key_weight, weight, mixed, normed,
-        bank.stride(0), eps, norm_eps,
-        COUNT=count, C_PAD=entries, D=width, BLOCK_D=block, ADDED=added is not None, APPEND=append,
-        num_warps=warps,
+        bank.stride(0), eps, norm_eps, COUNT=count, D=width, D_PAD=triton.next_power_of_2(width),
+        ADDED=added is not None, APPEND=append, num_warps=warps,
     )  # fmt: skip
     return mixed, normed
