@@ -27,23 +27,14 @@ ROUNDING = 8e-3
 SITU = (4.0, 25.0)
 
 
-def _random(
-    D: int,
-    E: int,
-    k: int,
-    I: int,
-    S: int,
-    *,
-    latent: int | None,
-    packed: bool,  # noqa: E741
-) -> MoE:
+def _random(D: int, E: int, k: int, inner: int, S: int, *, latent: int | None, packed: bool) -> MoE:
     """A layer of random weights: with a latent space K3's settings, without Kimi-Linear's."""
     L = latent or D
 
     def weights(*shape: int) -> Tensor:
         return (shape[-1] ** -0.5 * torch.randn(shape, device=DEVICE)).bfloat16()
 
-    stacked = [weights(E, I, L), weights(E, I, L), weights(E, L, I)]
+    stacked = [weights(E, inner, L), weights(E, inner, L), weights(E, L, inner)]
     experts = Experts(*stacked)
     if packed:
         (w1, s1), (w3, s3), (w2, s2) = (mxfp4.quantise(w) for w in stacked)
