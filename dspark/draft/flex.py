@@ -93,6 +93,11 @@ def flex_attend(
 ) -> Tensor:
     """As `BlockLayout.attend` under a mask of `block_mask`: [B, H, A*G, V]."""
     keys, values = (torch.cat(pair, 2) for pair in zip(context, block, strict=True))
+    return attend_whole(mask, q, keys, values, scale)
+
+
+def attend_whole(mask: BlockMask, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """`flex_attend` of keys and values that stand side by side already, [B, J, S + A*G, .]."""
     # Under autocast values leave a product in bfloat16, normed queries and keys stay in float32.
     # Scaled dot-product attention casts them; here not every torch version does.
     q, keys = q.to(values.dtype), keys.to(values.dtype)

@@ -184,8 +184,13 @@ def train_blocks(
         fused=flex.pays(valid, anchors, slots, _channels(config)),
     )
     hidden = hidden.reshape(batch, count * slots, width)
-    for layer in layers:
-        hidden = layer(hidden, features, layout)
+    if layout.fused is not None and config.backbone == "attention":
+        from dspark.draft import regions  # which imports attention.py, and that this file
+
+        hidden = regions.run_layers(config, layers, hidden, features, layout)
+    else:
+        for layer in layers:
+            hidden = layer(hidden, features, layout)
     return hidden.view(batch, count, slots, width)
 
 

@@ -92,7 +92,8 @@ class HFModel:
                 f"{self.kind}: embedding ({width}), layers ({self.config.hidden_size}) and LM head "
                 f"({self.hidden_size}) differ in width; a drafter needs one"
             )
-        self.weight, self.bias = head.weight, head.bias
+        self.weight: Tensor = head.weight
+        self.bias: Tensor | None = head.bias
         self.rule = HeadRule.of(self.config)
         self._parameters = inspect.signature(self.decoder.forward).parameters
         self.cache_word = next((word for word in _CACHE_WORDS if word in self._parameters), None)

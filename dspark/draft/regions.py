@@ -1,0 +1,117 @@
+"""Layers of a large training pass in compiled regions: products, and a kernel for what is between.
+
+Eager torch writes every intermediate of a norm, a rotation or a gate to memory, in float32, and
+keeps most of them for the backward pass. Here a layer is two compiled functions around flex
+attention; what is elementwise joins the kernels of its neighbours, and the backward pass recomputes
+it from the products' results.
+
+    project   norm, q of the block, k and v of [context; block] in one product each, norms, rotation
+    finish    output projection, residual, norm, gated MLP, residual
+
+The first call compiles, for about half a minute; sizes are symbolic, so later ones do not.
+
+Letters: B batch, S context, A anchors, G slots, D hidden, H/J query/key heads, K head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dspark.draft import flex
+from dspark.draft.attention import DraftAttention, DraftLayer, gated, rms_norm
+from dspark.draft.rotary import Rotation
+
+if TYPE_CHECKING:
+    from dspark.draft.config import DraftConfig
+    from dspark.draft.sight import BlockLayout
+
+
+def run_layers(
+    config: DraftConfig, layers: nn.ModuleList, hidden: Tensor, context: Tensor, layout: BlockLayout
+) -> Tensor:
+    """The layers of the `attention` backbone under a layout with fused masks.
+
+    Args:
+        config: Of the drafter.
+        layers: Each a `DraftLayer` with `DraftAttention`.
+        hidden: [B, A*G, D]. context: [B, S, D].
+        layout: Whose `fused` is there.
+
+    Returns:
+        [B, A*G, D].
+    """
+    assert layout.context is not None
+    assert layout.block is not None
+    assert layout.fused is not None
+    turned = _side_by_side(layout.context, layout.block)
+    project, finish = _compiled(config.rms_norm_eps, config.head_dim, config.hidden_act)
+    for layer in cast(list[DraftLayer], list(layers)):
+        attention = cast(DraftAttention, layer.self_attn)
+        q, keys, values = project(
+            hidden, context, turned, layer.input_layernorm.weight,
+            *(getattr(attention, f"{name}_proj").weight for name in "qkv"),
+            attention.q_norm.weight, attention.k_norm.weight,
+        )  # fmt: skip
+        mask = layout.fused[attention.sight]
+        mixed = flex.attend_whole(mask, q, keys, values, attention.scale)
+        hidden = finish(
+            hidden, mixed, attention.o_proj.weight, layer.post_attention_layernorm.weight,
+            *(getattr(layer.mlp, f"{name}_proj").weight for name in ("gate", "up", "down")),
+        )  # fmt: skip
+    return hidden
+
+
+def _side_by_side(context: Rotation, block: Rotation) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of [context; block], [B, S + A*G, 1, K]."""
+
+    def joined(first: Tensor, second: Tensor) -> Tensor:
+        return torch.cat((first.expand(len(second), *first.shape), second), 1)
+
+    return joined(context.cos, block.cos), joined(context.sin, block.sin)
+
+
+Region = Callable[..., Any]
+
+
+@cache
+def _compiled(eps: float, head_dim: int, act: str) -> tuple[Region, Region]:
+    regions = _regions(eps, head_dim, act)
+    return tuple(torch.compile(each, dynamic=True) for each in regions)  # type: ignore[return-value]
+
+
+def _regions(eps: float, head_dim: int, act: str) -> tuple[Region, Region]:
+    """`project` and `finish`, not compiled."""
+
+    def heads(x: Tensor, norm: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Normed and turned heads of a projection [B, n, heads * K]: [B, heads, n, K]."""
+        normed = rms_norm(x.unflatten(-1, (-1, head_dim)), norm, eps)
+        return Rotation(cos, sin, False).turn(normed).to(x.dtype).transpose(1, 2)
+
+    def project(
+        hidden: Tensor, context: Tensor, turned: tuple[Tensor, Tensor], norm: Tensor,
+        q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor, k_norm: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        cos, sin = turned
+        block = rms_norm(hidden, norm, eps)
+        length = context.shape[1]
+        queries = heads(F.linear(block, q), q_norm, cos[:, length:], sin[:, length:])
+        both = torch.cat((context.to(block.dtype), block), 1)
+        keys = heads(F.linear(both, k), k_norm, cos, sin)
+        values = F.linear(both, v).unflatten(-1, (-1, head_dim)).transpose(1, 2)
+        return queries, keys, values
+
+    def finish(
+        hidden: Tensor, mixed: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor,
+        down: Tensor,
+    ) -> Tensor:  # fmt: skip
+        hidden = hidden + F.linear(mixed.transpose(1, 2).flatten(2), output)
+        block = rms_norm(hidden, norm, eps)
+        return hidden + F.linear(gated(act, F.linear(block, gate), F.linear(block, up)), down)
+
+    return project, finish
