@@ -100,6 +100,8 @@ class SpeculativeDecoder:
         decode_start = clock(device)
         while not text.finished:
             rounds.run(seats)
+        if text.fault is not None:
+            raise text.fault
         return text.generation(decode_start - start, clock(device) - decode_start)
 
     @torch.inference_mode()
@@ -122,7 +124,9 @@ class SpeculativeDecoder:
         other requests; see `dspark.runtime.many` for the policies that are an exception. Times in
         its records are those of the rounds it took part in, which it shared with others.
 
-        Raises as `generate`; wrong requests before any of them starts.
+        Logits that are not finite end their own request, whose `finish` is "fault" and whose
+        `fault` names the request and the place in its text. Raises UserError for wrong requests,
+        before any of them starts.
         """
         rounds = self._rounds(sampling, draft_length, policy, method, relaxed)
         texts = [Text(self.target, request) for request in requests]

@@ -37,9 +37,16 @@ def fault_of(logits: Tensor, valid: Tensor | None = None) -> Tensor:
     return torch.where(bad.any(dim=1), (1 + 3 * position + kind).squeeze(1), 0)
 
 
+def named(fault: int, row: int = 0) -> BadLogits | None:
+    """What a fault says, of batch row `row`; None for 0."""
+    if fault == 0:
+        return None
+    position, kind = divmod(abs(fault) - 1, 3)
+    return BadLogits("target" if fault > 0 else "drafter", row, position, _KINDS[kind])
+
+
 def raise_fault(faults: Sequence[int]) -> None:
     """Raise BadLogits for the first request of `faults` that has one."""
     for row, fault in enumerate(faults):
-        if fault:
-            position, kind = divmod(abs(fault) - 1, 3)
-            raise BadLogits("target" if fault > 0 else "drafter", row, position, _KINDS[kind])
+        if (error := named(fault, row)) is not None:
+            raise error

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.runtime.faults import raise_fault
+from dspark.runtime.faults import named
 from dspark.runtime.frame_sizes import Wish, slot_sizes
 from dspark.runtime.frame_step import Kept, Pass, keep, lay_out
 from dspark.runtime.lanes import Lanes, Mail, Span
@@ -29,7 +29,7 @@ from dspark.runtime.proposal import propose
 from dspark.runtime.records import Plan, Proposal, Verdict
 from dspark.runtime.requests import Spent, Text
 from dspark.runtime.rounds import Rounds
-from dspark.runtime.sampling import BadLogits, Generators, text_positions
+from dspark.runtime.sampling import BadLogits, Generators
 from dspark.runtime.seats import Seats, outcome_of
 from dspark.runtime.target import Cache
 from dspark.runtime.verify import verify
@@ -244,8 +244,8 @@ class FrameGroup:
 
     def _take(self, frame: Frame, row: int, text: Text, numbers: list[float]) -> None:
         """One row of a frame that has ended: emitted and on record. Raises BadLogits."""
-        with text_positions(lambda: [text.position]):
-            raise_fault([int(numbers[5])])
+        if (error := named(int(numbers[5]))) is not None:
+            raise error.located([text.position])
         assert frame.verified is not None
         drafted = frame.proposal.tokens.shape[1]
         has_confidence = frame.proposal.confidence is not None

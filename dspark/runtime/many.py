@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +23,7 @@ from dspark.runtime.prefill import clock
 from dspark.runtime.records import Generation
 from dspark.runtime.requests import Text
 from dspark.runtime.rounds import Rounds
+from dspark.runtime.sampling import BadLogits
 from dspark.runtime.seats import Seats
 
 Begin = Callable[[Text], Seats]
@@ -43,12 +45,19 @@ class Many:
         self._done: dict[int, Generation] = {}
 
     def run(self) -> list[Generation]:
-        """Decode all of them; the results are in the order of the texts."""
+        """Decode all of them; the results are in the order of the texts.
+
+        One whose logits are not finite ends there, and nobody beside it notices.
+        """
         seats = self._open()
         while seats is not None:
             self.rounds.run(seats)
             seats = self._turn(seats)
-        return [self._done[id(text)] for text in self._texts]
+        done = [self._done[id(text)] for text in self._texts]
+        return [
+            each if each.fault is None else replace(each, fault=each.fault.located([0], [number]))
+            for number, each in enumerate(done)
+        ]
 
     def _open(self) -> Seats | None:
         """The first batch; None if every text ended with its first token."""
@@ -92,8 +101,11 @@ class Many:
         device = self.rounds.target.device
         while self._waiting:
             text = self._waiting.popleft()
-            start = clock(device)
-            alone = self._begin(text)
+            start, alone = clock(device), None
+            try:
+                alone = self._begin(text)
+            except BadLogits as error:
+                text.fail(error)
             self._times[id(text)] = (start, clock(device))
             if not text.finished:
                 return alone

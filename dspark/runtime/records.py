@@ -22,6 +22,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dspark.runtime.sampling import BadLogits
+
 ALL_ACCEPTED = 0
 """`Verdict.level`: every verified token accepted up to the block's end, bonus drawn from p."""
 SIBLING = 1
@@ -31,7 +33,7 @@ CORRECTED = 2
 CUT = 3
 """`Verdict.level`: the block was cut before its end and everything verified was accepted."""
 
-Finish = Literal["end", "stop", "length"]
+Finish = Literal["end", "stop", "length", "fault"]
 """What ended a text."""
 
 EmittedKind = Literal["first", "accepted", "sibling", "corrected", "bonus", "plain"]
@@ -180,7 +182,8 @@ class Generation:
     tokens     new tokens only, the end token included when there was one
     rounds     one record per round; empty for plain decoding
     finish     "end": an end token was emitted; "stop": a stop string was completed; "length":
-               max_new_tokens were emitted
+               max_new_tokens were emitted; "fault": no token could be chosen any more
+    fault      what ended it then: only many requests at once end like that, a single one raises it
     prefill_s  prompt to first token, that token included
     decode_s   everything after the first token
     """
@@ -190,3 +193,4 @@ class Generation:
     prefill_s: float
     decode_s: float
     rounds: list[RoundRecord] = field(default_factory=list)
+    fault: BadLogits | None = None

@@ -28,7 +28,7 @@ from dspark.runtime.records import (
     RoundRecord,
 )
 from dspark.runtime.rules import RequestRules, Rules
-from dspark.runtime.sampling import request_generator
+from dspark.runtime.sampling import BadLogits, request_generator
 from dspark.runtime.stops import StopStrings
 from dspark.runtime.target import Target
 
@@ -159,10 +159,11 @@ class Text:
         self.draft_draws = request_generator(request.seed, -1 - request.index, device)
         self.tokens: list[int] = []
         self.rounds: list[RoundRecord] = []
+        self.fault: BadLogits | None = None
 
     @property
     def finished(self) -> bool:
-        return self._ending.finish is not None
+        return self._ending.finish is not None or self.fault is not None
 
     @property
     def left(self) -> int:
@@ -184,10 +185,15 @@ class Text:
         self._emit(kept, lambda: outcome.kinds()[: len(kept)])
         return len(kept)
 
+    def fail(self, fault: BadLogits) -> None:
+        """No token can be chosen any more: the text ends with what it has."""
+        self.fault = fault
+
     def generation(self, prefill_s: float, decode_s: float) -> Generation:
         """The finished text."""
-        assert self._ending.finish is not None, "the text has not ended"
-        return Generation(self.tokens, self._ending.finish, prefill_s, decode_s, self.rounds)
+        finish = self._ending.finish if self.fault is None else "fault"
+        assert finish is not None, "the text has not ended"
+        return Generation(self.tokens, finish, prefill_s, decode_s, self.rounds, self.fault)
 
     def _emit(self, tokens: list[int], kinds: Callable[[], list[Emitted]]) -> None:
         self.tokens += tokens

@@ -17,6 +17,7 @@ pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +32,9 @@ from dspark.runtime.prefill import clock
 from dspark.runtime.proposal import Drafter, check_draft_length, propose
 from dspark.runtime.records import Plan, Proposal
 from dspark.runtime.relaxed import Relaxed
-from dspark.runtime.requests import Outcome, Spent, Text
-from dspark.runtime.sampling import SamplingParams, text_positions
+from dspark.runtime.requests import Outcome, Spent
+from dspark.runtime.rules import RequestRules
+from dspark.runtime.sampling import BadLogits, SamplingParams
 from dspark.runtime.seats import Judged, Seats
 from dspark.runtime.target import Target
 from dspark.runtime.tree import Rows, build_rows
@@ -94,7 +96,7 @@ class Rounds:
         return self.block * self.policy.siblings
 
     def run(self, seats: Seats) -> None:
-        """One round of every row: emitted, committed and on record."""
+        """One round of every row: emitted, committed and on record, but of texts that failed."""
         device = self.target.device
         start = clock(device)
         limits = [text.left - 1 for text in seats.texts]
@@ -104,13 +106,18 @@ class Rounds:
         judged = self.judge(seats, proposal, plan)
         outcomes = judged.read(seats.texts)
         verified = clock(device)
-        kept = [text.take(o) for text, o in zip(seats.texts, outcomes, strict=True)]
+        kept = [
+            0 if text.fault else text.take(outcome)
+            for text, outcome in zip(seats.texts, outcomes, strict=True)
+        ]
         taps = self.commit(seats, judged, outcomes, kept)
         committed = clock(device)
         self.extend(seats, taps, kept)
         draft_s = drafted - start + clock(device) - committed
         spent = Spent(draft_s, verified - drafted, committed - verified, judged.width)
         for text, outcome, count in zip(seats.texts, outcomes, kept, strict=True):
+            if text.fault is not None:
+                continue
             bands = self.policy.bands(outcome.confidence)
             text.rounds.append(outcome.record(count, spent, bands))
             self.policy.observe(text.rounds[-1])
@@ -157,9 +164,10 @@ class Rounds:
             commit=False,
         )
         logits = self.target.logits(out.hidden)
-        starts = [text.position for text in seats.texts]
-        with text_positions(lambda: starts):
-            self._rule(seats.texts, logits, tokens, valid, rows)
+        for b, text in enumerate(seats.texts):
+            if text.rules is not None:
+                with suppress(BadLogits):  # left as they are, and found again with the verdict
+                    self._rule(text.rules, b, logits, tokens, valid, rows)
         verdict = verify(
             proposal,
             logits,
@@ -180,6 +188,9 @@ class Rounds:
         """Commit the first `kept[b]` rows of each path; their taps, for `extend`."""
         seats.anchor = judged.verdict.next_token
         taps, device = judged.taps, seats.anchor.device
+        if not any(kept):
+            seats.cache.rollback()
+            return None
         if judged.rows is None or judged.rows.forward_parents is None:
             seats.cache.commit(_counts(kept, device))
             return None if taps is None else taps[:, : max(kept)]
@@ -215,28 +226,26 @@ class Rounds:
 
     def _rule(
         self,
-        texts: Sequence[Text],
+        rules: RequestRules,
+        b: int,
         logits: Tensor,
         tokens: Tensor,
         valid: Tensor | None,
         rows: Rows | None,
     ) -> None:
-        """Apply each request's rules to its logits [R, V], in place, by the path of each row."""
-        for b, text in enumerate(texts):
-            if text.rules is None:
-                continue
-            parents = None if rows is None else rows.forward_parents
-            if valid is None:
-                above = None if parents is None else parents[b]
-                logits[b] = text.rules.block(logits[b], tokens[b], above)
-                continue
-            real = valid[b].nonzero().squeeze(1)
-            above = None
-            if parents is not None:  # by their place among the real rows
-                place = valid[b].long().cumsum(0) - 1
-                above = parents[b, real]
-                above = torch.where(above < 0, above, place[above.clamp(min=0)])
-            logits[b, real] = text.rules.block(logits[b, real], tokens[b, real], above)
+        """Apply the rules of request b to its logits [R, V], in place, by the path of each row."""
+        parents = None if rows is None else rows.forward_parents
+        if valid is None:
+            above = None if parents is None else parents[b]
+            logits[b] = rules.block(logits[b], tokens[b], above)
+            return
+        real = valid[b].nonzero().squeeze(1)
+        above = None
+        if parents is not None:  # by their place among the real rows
+            place = valid[b].long().cumsum(0) - 1
+            above = parents[b, real]
+            above = torch.where(above < 0, above, place[above.clamp(min=0)])
+        logits[b, real] = rules.block(logits[b, real], tokens[b, real], above)
 
 
 def _counts(kept: Sequence[int], device: torch.device) -> int | Tensor:

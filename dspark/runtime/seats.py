@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.runtime.faults import raise_fault
+from dspark.runtime.faults import named
 from dspark.runtime.records import ALL_ACCEPTED, CUT, Plan, Proposal, Verdict
 from dspark.runtime.requests import Outcome, Text
 from dspark.runtime.rules import RequestRules
-from dspark.runtime.sampling import Generators, text_positions
+from dspark.runtime.sampling import Generators
 from dspark.runtime.target import Cache
 from dspark.runtime.tree import Rows
 
@@ -86,7 +86,7 @@ class Judged:
         """In one transfer, since each is a wait: float64 holds ids and float32 values exactly.
 
         What was drafted for a row beyond the end of its text, because others have longer to go, is
-        no part of its outcome. Raises BadLogits, which names the place in the text.
+        no part of its outcome. A text whose logits were not finite fails, and its outcome is void.
         """
         proposal, verdict = self.proposal, self.verdict
         drafted = proposal.tokens.shape[1]
@@ -103,8 +103,9 @@ class Judged:
         parts = [torch.stack(heads, dim=1), proposal.tokens, proposal.entropy]
         parts += [x for x in (proposal.confidence, verdict.distance) if x is not None]
         table = torch.cat([part.double() for part in parts], dim=1).tolist()
-        with text_positions(lambda: [text.position for text in texts]):
-            raise_fault([int(row[5]) for row in table])
+        for row, text in zip(table, texts, strict=True):
+            if (error := named(int(row[5]))) is not None:
+                text.fail(error.located([text.position]))
         cuts = [len(heads), drafted, drafted, 0 if proposal.confidence is None else drafted]
         return [
             outcome_of(row, cuts, text.left - 1) for row, text in zip(table, texts, strict=True)
