@@ -165,7 +165,7 @@ kda_chunk = _op("kda_chunk", kda.chunk, "kda_chunk_triton:chunk")
 kda_step = _op("kda_step", kda.step)
 kda_decode = _op("kda_decode", kda_decode_op.kda_decode)
 kda_path = _op("kda_path", kda_decode_op.kda_path)
-kda_states_at = _op("kda_states_at", kda_states.states_at)
+kda_states_at = _op("kda_states_at", kda_states.states_at, "kda_states_triton:states_at")
 linear_kda_block = _op("linear_kda_block", linear_kda.block)
 linear_kda_norm = linear_kda.norm_of_A
 """|A| of every block and head, for reports."""
@@ -181,8 +181,12 @@ MoE = moe_decode_op.MoE
 Experts = moe_decode_op.Experts
 pack_moe = moe_decode_op.pack
 uniform = _op("uniform", rng.uniform, "rng_triton:uniform")
-markov_sample = _op("markov_sample", markov_sample_op.markov_sample)
-verify_sample = _op("verify_sample", verify_sample_op.verify_sample)
+markov_sample = _op(
+    "markov_sample", markov_sample_op.markov_sample, "markov_sample_triton:markov_sample"
+)
+verify_sample = _op(
+    "verify_sample", verify_sample_op.verify_sample, "verify_sample_triton:verify_sample"
+)
 Law = law.Law
 probs_of = law.probs_of
 Drafted = markov_sample_op.Drafted
