@@ -135,8 +135,12 @@ def test_unpacking_is_the_checkpoints() -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_kernel_without_a_latent_space(n: int, poison: None) -> None:
+@pytest.mark.parametrize(("n", "few"), [(1, 64), (1, 0), (3, 64)])
+def test_kernel_without_a_latent_space(
+    n: int, few: int, poison: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row finds its own experts where they are few, and reads a list where they are many."""
+    monkeypatch.setattr(kernel, "FEW", few)
     _check(_random(64, 7, 2, 32, 48, latent=None, packed=False), n, _whole_tiles(n, BF16))
 
 
@@ -166,14 +170,19 @@ def test_experts_that_nobody_chose_are_not_read(poison: None) -> None:
     assert found.isfinite().all()
 
 
-def test_equal_scores_take_the_lowest_ids_and_bias_only_chooses() -> None:
+@pytest.mark.parametrize("few", [True, False])
+def test_equal_scores_take_the_lowest_ids_and_bias_only_chooses(few: bool) -> None:
     moe = _random(64, 5, 2, 32, 0, latent=None, packed=False)
     inputs = torch.zeros_like(moe.inputs)
     bias = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.5], device=DEVICE)
     moe = replace(moe, inputs=inputs, bias=bias, scaling=2.0)
     x, _, _ = _rows(1, 64)
     projected = torch.zeros(1, 5, device=DEVICE)
-    ids, weights, _, _ = kernel._route(x, moe, None, 0.0, projected, BF16)
+    if few:
+        cut = _whole_tiles(1, BF16).gate_up
+        _, ids, weights = kernel._gate_up_one(x, moe, None, 0.0, projected, cut)
+    else:
+        ids, weights, _, _ = kernel._route(x, moe, None, 0.0, projected, BF16)
     assert ids.tolist() == [[1, 3]]
     torch.testing.assert_close(weights, torch.ones_like(weights))
 

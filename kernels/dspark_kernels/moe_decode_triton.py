@@ -7,7 +7,7 @@
     5 combine   sum in a row's own order, norm
     6 project   back to D, with the shared expert      only with a latent space
 
-One row without a latent space takes 4 and 5 in one pass: nothing is written in between.
+One row without a latent space takes 4 and 5 in one pass; with few experts 2 and 3, too.
 
 The grid has min(n k, E) slots whatever the rows chose. With fewer choices than experts a slot is a
 choice, and works if no earlier one is the same expert; else a slot is an expert, and works if any
@@ -26,7 +26,7 @@ from torch import Tensor
 from dspark_kernels.linear_rows import MAX_ROWS
 from dspark_kernels.linear_rows_triton import Plan, plan, project
 from dspark_kernels.moe_decode import Experts, MoE
-from dspark_kernels.moe_experts_triton import down, down_one, gate_up
+from dspark_kernels.moe_experts_triton import down, down_one, gate_up, gate_up_one
 from dspark_kernels.moe_route_triton import combine, route
 from dspark_kernels.mxfp4 import GROUP
 from dspark_kernels.mxfp4_tile import LIFT
@@ -35,6 +35,8 @@ BF16, WORDS, SCALED = 0, 1, 2
 """How experts are read: as they are, by words of eight codes, by Triton's scaled product."""
 CHUNK = 1024
 COMBINE = 512
+FEW = 64
+"""Up to so many experts, every program finds its own: that costs less than a launch."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,14 @@ def by_plan(
 ) -> tuple[Tensor, Tensor]:
     """`moe_decode` by a given plan."""
     projected = project(x, moe.inputs, norm, eps, None, torch.float32, how.inputs)
+    one = x.shape[0] == 1 and not moe.latent and how.form == BF16
+    if one and moe.experts.count <= FEW:
+        h, ids, weights = _gate_up_one(x, moe, norm, eps, projected, how.gate_up)
+        return _down_one(h, ids, weights, projected, residual, moe, how.down), ids
     ids, weights, z, tail = _route(x, moe, norm, eps, projected, how.form)
     h = _gate_up(z, ids, moe, how)
-    if not moe.latent and x.shape[0] == 1 and how.form == BF16:
-        return _down_one(h, ids, weights, tail, residual, moe, how.down), ids
+    if one:
+        return _down_one(h, ids, weights, projected, residual, moe, how.down), ids
     partial, shared = _down(h, ids, tail, moe, how)
     if not moe.latent:
         out = torch.empty_like(x)
@@ -154,16 +160,35 @@ def _down(
     return partial, shared if beside else None
 
 
+def _gate_up_one(
+    x: Tensor, moe: MoE, norm: Tensor | None, eps: float, projected: Tensor, cut: Plan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The hidden rows [k, I], ids and weights [1, k]."""
+    k, E, inner, L = moe.top_k, moe.experts.count, moe.experts.inner, moe.experts.width
+    ids = torch.empty(1, k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(1, k, dtype=torch.float32, device=x.device)
+    h = torch.empty(k, inner, dtype=x.dtype, device=x.device)
+    beta, linear_beta = moe.situ or (1.0, 1.0)
+    gate_up_one[(triton.cdiv(inner, cut.out), k)](
+        projected, moe.bias, x, norm, moe.experts.w1, moe.experts.w3, ids, weights, h,
+        eps, moe.scaling, beta, linear_beta, E=E, EP=triton.next_power_of_2(E), K=k, INNER=inner,
+        L=L, BO=cut.out, BK=cut.step, STAGES=cut.stages, NORM=norm is not None,
+        RENORM=moe.renormalise, SITU=moe.situ is not None, num_warps=cut.warps,
+    )  # fmt: skip
+    return h, ids, weights
+
+
 def _down_one(
-    h: Tensor, ids: Tensor, weights: Tensor, tail: Tensor, residual: Tensor | None, moe: MoE,
+    h: Tensor, ids: Tensor, weights: Tensor, projected: Tensor, residual: Tensor | None, moe: MoE,
     cut: Plan,
 ) -> Tensor:  # fmt: skip
     k, inner, L, S = moe.top_k, moe.experts.inner, moe.experts.width, moe.shared
     out = torch.empty(1, L, dtype=h.dtype, device=h.device)
+    beta, linear_beta = moe.situ or (1.0, 1.0)
     down_one[(triton.cdiv(L, cut.out),)](
-        h, ids, weights, moe.experts.w2, tail, moe.outputs, residual, out,
-        K=k, INNER=inner, L=L, S=S, BO=cut.out, BK=cut.step, ADD=residual is not None,
-        num_warps=cut.warps,
+        h, ids, weights, moe.experts.w2, projected[0, moe.experts.count :], moe.outputs, residual,
+        out, beta, linear_beta, K=k, INNER=inner, L=L, S=S, BO=cut.out, BK=cut.step,
+        ADD=residual is not None, SITU=moe.situ is not None, num_warps=cut.warps,
     )  # fmt: skip
     return out
 

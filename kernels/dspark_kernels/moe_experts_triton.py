@@ -1,4 +1,4 @@
-"""The experts' own products: gate and up with the activation, down, and down of one row at once.
+"""The experts' own products: gate and up with the activation, then down; and both of one row.
 
 A program is (tile of outputs, slot). See `moe_decode_triton` for slots. Row r's j-th choice is pair
 r k + j: its hidden row and its output have a place of their own.
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from dspark_kernels import mxfp4_tile, rows_tile
+from dspark_kernels.moe_route_triton import sort_key
 from dspark_kernels.mxfp4_tile import plane
 
 
@@ -134,12 +135,50 @@ def down(
 
 
 @triton.jit
-def down_one(
-    h, ids, weights, w2, tail, w_shared, residual, out,
-    K: tl.constexpr, INNER: tl.constexpr, L: tl.constexpr, S: tl.constexpr,
-    BO: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr,
+def gate_up_one(
+    logits, bias, x, norm, w1, w3, ids, weights, h, eps, scaling, beta, linear_beta,
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, L: tl.constexpr,
+    BO: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    NORM: tl.constexpr, RENORM: tl.constexpr, SITU: tl.constexpr,
 ):  # fmt: skip
-    """One row: out = sum_j w_j W2_j h_j + W_shared tail + residual, nothing written in between."""
+    """One row, few experts, no latent space: the slot-th best expert, found by every program.
+
+    An expert's rank is the number of better ones: EP^2 comparisons at once instead of k rounds and
+    a launch of their own. The first tile's programs write ids and weights.
+    """
+    slot = tl.program_id(1)
+    e = tl.arange(0, EP)
+    score = tl.sigmoid(tl.load(logits + e, mask=e < E, other=0.0))
+    key = sort_key(score + tl.load(bias + e, mask=e < E, other=0.0), e)
+    key = tl.where(e < E, key, -0x7FFFFFFFFFFFFFFF)
+    rank = tl.sum((key[None, :] > key[:, None]).to(tl.int32), 1)
+    expert = tl.sum(tl.where(rank == slot, e, 0), 0)
+    if tl.program_id(0) == 0:
+        weight = tl.sum(tl.where(rank == slot, score, 0.0), 0)
+        if RENORM:
+            weight = weight / (tl.sum(tl.where(rank < K, score, 0.0), 0) + 1e-20)
+        tl.store(ids + slot, expert)
+        tl.store(weights + slot, weight * scaling)
+    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    at = (expert.to(tl.int64) * INNER + tl.minimum(o, INNER - 1)) * L
+    gate, up, square = rows_tile.gemv(
+        x, norm, w1 + at, w3 + at, 0, L, L, BO, BK, STAGES, NORM, True, True
+    )
+    if NORM:
+        scale = tl.rsqrt(square / L + eps)
+        gate = gate * scale
+        up = up * scale
+    value = rows_tile.activate(gate, up, beta, linear_beta, SITU)
+    tl.store(h + slot * INNER + o, value.to(h.dtype.element_ty), mask=o < INNER)
+
+
+@triton.jit
+def down_one(
+    h, ids, weights, w2, gate_and_up, w_shared, residual, out, beta, linear_beta,
+    K: tl.constexpr, INNER: tl.constexpr, L: tl.constexpr, S: tl.constexpr,
+    BO: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, SITU: tl.constexpr,
+):  # fmt: skip
+    """One row: out = sum_j w_j W2_j h_j + W_shared act(gate, up) + residual, in one pass."""
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     row = tl.minimum(o, L - 1).to(tl.int64)
     cols = tl.arange(0, BK)
@@ -152,10 +191,12 @@ def down_one(
             acc += tl.load(a[:, None] + (k + cols)[None, :]).to(tl.float32) * x[None, :]
     for k in tl.static_range(0, S, BK):
         inside = k + cols < S
-        x = tl.load(tail + k + cols, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(gate_and_up + k + cols, mask=inside, other=0.0)
+        up = tl.load(gate_and_up + S + k + cols, mask=inside, other=0.0)
+        x = rows_tile.activate(gate, up, beta, linear_beta, SITU).to(h.dtype.element_ty)
         a = w_shared + row * S
         tile = tl.load(a[:, None] + (k + cols)[None, :], mask=inside[None, :], other=0.0)
-        acc += tile.to(tl.float32) * x[None, :]
+        acc += tile.to(tl.float32) * x.to(tl.float32)[None, :]
     total = tl.sum(acc, 1)
     if ADD:
         total += tl.load(residual + o, mask=o < L, other=0.0).to(tl.float32)
