@@ -85,9 +85,9 @@ def pull(
     norm_q, norm_p, pulled, overlap = norms[:, :, None]
     log_q, log_p = z.to(wide) - norm_q, target.to(wide)[rows] - norm_p
     q, p = log_q.exp(), log_p.exp()
-    gradient = ce + kl - (2 * l1 + nla / overlap) * (_higher(p, q) - pulled)
+    gradient = ce - (2 * l1 + nla / overlap) * (_higher(p, q) - pulled)
     if divergences:
-        gradient = gradient - reverse_kl * (log_p - log_q + values[4][:, None])
+        gradient = gradient + kl - reverse_kl * (log_p - log_q + values[4][:, None])
     gradient = gradient * q
     if divergences:
         gradient = gradient - kl * p
