@@ -72,9 +72,9 @@ def _processors(device: torch.device) -> int:
 
 
 @triton.jit
-def chunk_of(total, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+def chunk_of(total, splits, BLOCK_N: tl.constexpr):
     """Slots per chunk; the chunks that hold any are cdiv(total, chunk)."""
-    tiles = tl.cdiv(tl.cdiv(total, SPLITS), BLOCK_N)
+    tiles = tl.cdiv(tl.cdiv(total, splits), BLOCK_N)
     return tl.maximum(tiles, 1) * BLOCK_N
 
 
@@ -103,33 +103,32 @@ def _sight(upto, b, t, real, T: tl.constexpr, TREE: tl.constexpr, step_b):
 
 
 @triton.jit
-def _tile(latents, slots, columns, step_l, total, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
-    """Latents [BLOCK_N, columns] of some slots, zero behind the last one."""
-    mask = (slots < total)[:, None]
+def _tile(latents, slots, columns, step_l, left, WIDTH: tl.constexpr, WHOLE: tl.constexpr):
+    """Latents [BLOCK_N, columns] of the slots from a pointer on, zero where none is left."""
+    mask = (slots < left)[:, None]
     if not WHOLE:
         mask = mask & (columns < WIDTH)[None, :]
-    where = latents + slots.to(tl.int64)[:, None] * step_l + columns[None, :]
-    return tl.load(where, mask=mask, other=0.0)
+    return tl.load(latents + slots[:, None] * step_l + columns[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _attend_kernel(
-    q, latents, scales, lengths, upto, counts, part, lse, L,
+    q, latents, scales, lengths, upto, counts, part, lse, splits, L,
     q_b, q_t, q_h, latents_b, latents_l, scales_b, upto_b,
     T: tl.constexpr, H: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     R_PAD: tl.constexpr, P_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr, TREE: tl.constexpr, SCALED: tl.constexpr, COUNTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TREE: tl.constexpr, SCALED: tl.constexpr, COUNTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (T * H + BLOCK_M - 1) // BLOCK_M
-    pid = tl.program_id(0).to(tl.int64)
-    block, split, b = pid % BLOCKS, pid // BLOCKS % SPLITS, pid // (BLOCKS * SPLITS)
+    pid = tl.program_id(0)
+    block, split = pid % BLOCKS, pid // BLOCKS % splits
+    b = (pid // BLOCKS // splits).to(tl.int64)
     length, total = slots_of(lengths, counts, b, T, L, COUNTS)
-    chunk = chunk_of(total, SPLITS, BLOCK_N)
+    chunk = chunk_of(total, splits, BLOCK_N)
     start = split * chunk
     stop = tl.minimum(start + chunk, total)
 
-    rows = (block * BLOCK_M).to(tl.int32) + tl.arange(0, BLOCK_M)
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     real = rows < T * H
     t = tl.minimum(rows // H, T - 1)
     r, p = tl.arange(0, R_PAD), tl.arange(0, P_PAD)
@@ -143,18 +142,19 @@ def _attend_kernel(
     best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     mass = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, R_PAD), tl.float32)
+    slots = tl.arange(0, BLOCK_N)
     for j in range(start, stop, BLOCK_N):
-        slots = j + tl.arange(0, BLOCK_N)
-        c = _tile(latents, slots, r, latents_l, total, R, R == R_PAD).to(q_c.dtype)
-        k = _tile(latents + R, slots, p, latents_l, total, P, P == P_PAD).to(q_c.dtype)
+        left, here = (total - j).to(tl.int32), latents + j * latents_l
+        c = _tile(here, slots, r, latents_l, left, R, R == R_PAD).to(q_c.dtype)
+        k = _tile(here + R, slots, p, latents_l, left, P, P == P_PAD).to(q_c.dtype)
         s = tl.dot(q_c, tl.trans(c), input_precision=PRECISION)
         s = tl.dot(q_p, tl.trans(k), s, input_precision=PRECISION) * LOG2_E
         if SCALED:
-            scale = tl.load(scales + slots, mask=slots < total, other=0.0)
+            scale = tl.load(scales + j + slots, mask=slots < left, other=0.0)
             s *= scale[None, :]
-        place = tl.minimum(tl.maximum(slots - length, -1), 31).to(tl.int32)
-        new = (sight[:, None] >> tl.maximum(place, 0)[None, :]) & 1
-        seen = ((place < 0)[None, :] | (new != 0)) & (slots < total)[None, :]
+        place = (j - length).to(tl.int32) + slots
+        new = (sight[:, None] >> tl.minimum(tl.maximum(place, 0), 31)[None, :]) & 1
+        seen = ((place < 0)[None, :] | (new != 0)) & (slots < left)[None, :]
         s = tl.where(seen, s, float("-inf"))
         higher = tl.maximum(best, tl.max(s, axis=1))
         level = tl.where(higher == float("-inf"), 0.0, higher)
@@ -165,7 +165,7 @@ def _attend_kernel(
             weights *= scale[None, :]
         acc = tl.dot(weights.to(c.dtype), c, acc * shrink[:, None], input_precision=PRECISION)
         best = higher
-    _keep(part, lse, acc, best, mass, (b * SPLITS + split) * (T * H) + rows, real, r, R)
+    _keep(part, lse, acc, best, mass, (b * splits + split) * (T * H) + rows, real, r, R)
 
 
 @triton.jit
@@ -265,14 +265,14 @@ def attend(
     _attend_kernel[grid](
         q, latents, lse if scales is None else scales, lengths,
         lengths if upto is None else upto, lengths if counts is None else counts,
-        part, lse, latents.shape[1],
+        part, lse, cut.splits, latents.shape[1],
         q.stride(0), q.stride(1), q.stride(2), latents.stride(0), latents.stride(1),
         0 if scales is None else scales.stride(0),
         0 if upto is None or len(upto) == 1 else upto.stride(0),
         T=T, H=H, R=rank, P=width - rank,
         R_PAD=max(16, triton.next_power_of_2(rank)),
         P_PAD=max(16, triton.next_power_of_2(width - rank)),
-        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, SPLITS=cut.splits,
+        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n,
         TREE=tree, SCALED=scales is not None, COUNTS=counts is not None,
         PRECISION=precision(q.dtype), num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip

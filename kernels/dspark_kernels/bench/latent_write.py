@@ -1,0 +1,49 @@
+"""Absorbed queries and new latents at K3's widths; the peer is torch: product, norm, two copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from dspark_kernels import latent_write
+from dspark_kernels.bench.harness import Case, Thunk
+from dspark_kernels.mla_absorb_triton import mla_absorb as kernel
+
+RANK, SHARED, NOPE, VALUE, EPS = 512, 64, 128, 128, 1e-6
+
+
+def _make(rows: int, heads: int, ours: bool) -> Thunk:
+    kind = {"dtype": torch.bfloat16, "device": "cuda"}
+    q = torch.randn(1, rows, heads, NOPE + SHARED, **kind)  # type: ignore[arg-type]
+    new = torch.randn(1, rows, RANK + SHARED, **kind)  # type: ignore[arg-type]
+    both = torch.randn(heads, NOPE + VALUE, RANK, **kind)  # type: ignore[arg-type]
+    latents = torch.zeros(1, 64, RANK + SHARED, **kind)  # type: ignore[arg-type]
+    norm, lengths = torch.ones(RANK, **kind), torch.full((1,), 20, device="cuda")  # type: ignore[arg-type]
+    w_k, scale = both[:, :NOPE], (NOPE + SHARED) ** -0.5
+    if ours:
+        return partial(kernel, q, new, w_k, scale, latents, norm, EPS, lengths)
+    index = (lengths.unsqueeze(1) + torch.arange(rows, device="cuda")).unsqueeze(-1)
+
+    def absorb() -> torch.Tensor:
+        c = torch.nn.functional.rms_norm(new[..., :RANK], (RANK,), norm, EPS)
+        latents.scatter_(1, index.expand_as(new), torch.cat((c, new[..., RANK:]), dim=-1))
+        q_n, q_p = q[0].split((NOPE, SHARED), dim=-1)
+        absorbed = torch.matmul(q_n.transpose(0, 1), w_k).transpose(0, 1)
+        return torch.cat((absorbed, q_p), dim=-1) * scale
+
+    return absorb
+
+
+def cases() -> Iterator[Case]:
+    for rows, heads in ((1, 32), (8, 32), (1, 96), (8, 96)):
+        nbytes, flops = latent_write.cost(rows, heads, RANK, SHARED, NOPE)
+        yield Case(
+            f"absorb and write, {rows} rows, {heads} heads",
+            nbytes,
+            flops,
+            partial(_make, rows, heads, True),
+            partial(_make, rows, heads, False),
+            "torch",
+        )
