@@ -42,6 +42,7 @@ class Plan:
     splits: int
     warps: int
     stages: int
+    block_r: int = 128
     merge_warps: int = 4
     block_v: int = 32
     value_warps: int = 4
@@ -111,7 +112,7 @@ def _tile(latents, slots, columns, step_l, left, WIDTH: tl.constexpr, WHOLE: tl.
     return tl.load(latents + slots[:, None] * step_l + columns[None, :], mask=mask, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "L"])
 def _attend_kernel(
     q, latents, scales, lengths, upto, counts, part, lse, splits, L,
     q_b, q_t, q_h, latents_b, latents_l, scales_b, upto_b,
@@ -300,7 +301,7 @@ def merge(
     if cut.splits == 1:
         return part.view(B, T, H, rank)
     splits_pad = triton.next_power_of_2(cut.splits)
-    block_r = min(triton.next_power_of_2(rank), 128 if B * T * H < 256 else 512)
+    block_r = min(triton.next_power_of_2(rank), cut.block_r)
     _merge_kernel[(B * T * H, -(-rank // block_r))](
         part, lse, lengths, lengths if counts is None else counts, out, slots,
         T=T, TH=T * H, R=rank, BLOCK_R=block_r, BLOCK_N=cut.block_n, SPLITS=cut.splits,
