@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from dspark_kernels.kda_back_triton import again, backward
 from dspark_kernels.kda_launch_triton import (
     MOST_WIDTH,
     C,
@@ -33,8 +35,6 @@ def refuses(
     cu_seqlens: Tensor | None = None,
 ) -> str | None:
     """Why the kernels cannot take these tensors, or None."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, g, beta, state)):
-        return "gradients"
     return refused_rows((q, k, v, g, beta), state)
 
 
@@ -90,3 +90,13 @@ class _Chunk(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, g, beta, state, cu_seqlens)
         ctx.factored = factored
         return result.out, result.last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlast):  # type: ignore[no-untyped-def,override]
+        q, k, v, g, beta, state, cu_seqlens = ctx.saved_tensors
+        rows = Rows(*(dense_rows(x) for x in (q, k, v, g)), beta, ctx.factored)
+        chunks, how = _chunks(k, cu_seqlens), arithmetic_for(q, k, v)
+        made, carried = again(rows, chunks, state, how, how.dtype)
+        found = backward(rows, made, carried, chunks, how, dense_rows(dout), dlast.contiguous())
+        return found.dq, found.dk, found.dv, found.dg, found.dbeta, found.dstate, None, None

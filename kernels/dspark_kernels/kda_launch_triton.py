@@ -84,6 +84,10 @@ TUNED: dict[tuple[str, torch.dtype], Launch] = {
     ("couplings", torch.float32): Launch(0, 32, 4),
     ("rows", torch.bfloat16): Launch(32, 64, 4),
     ("rows", torch.float32): Launch(32, 32, 4),
+    ("anchors", torch.bfloat16): Launch(64, 64, 4),
+    ("anchors", torch.float32): Launch(64, 64, 4),
+    ("anchors_back", torch.bfloat16): Launch(64, 64, 4),
+    ("anchors_back", torch.float32): Launch(32, 32, 4),
 }
 """By step and dtype of the numbers that pass between kernels."""
 
@@ -91,10 +95,10 @@ TUNED: dict[tuple[str, torch.dtype], Launch] = {
 def launch_of(step: str, how: Arithmetic, K: int, V: int) -> Launch:
     """The tuned launch, with tiles no wider than the tensors."""
     found = TUNED[step, how.dtype]
-    return Launch(_at_most(found.keys, K), _at_most(found.values, V), found.warps, found.stages)
+    return Launch(at_most(found.keys, K), at_most(found.values, V), found.warps, found.stages)
 
 
-def _at_most(tile: int, width: int) -> int:
+def at_most(tile: int, width: int) -> int:
     return max(16, min(tile, triton.next_power_of_2(width)))
 
 
@@ -248,7 +252,7 @@ def carry(
         result.out, result.last, result.states, result.U,
         chunks.bounds if packed else made.end, chunks.firsts if packed else made.end,
         T, chunks.per_row, H,
-        K=K, V=V, BK=_at_most(MOST_WIDTH, K), BV=launch.values, C=C,
+        K=K, V=V, BK=at_most(MOST_WIDTH, K), BV=launch.values, C=C,
         READS=reads, KEEPS=keeps is not None, LAST=ends, PACKED=packed,
         PRECISION=how.products, STAGES=launch.stages, num_warps=launch.warps,
     )  # fmt: skip
