@@ -7,7 +7,7 @@ import random
 import torch
 
 from dspark.runtime.ending import Ending
-from dspark.runtime.frame_step import keep
+from dspark.runtime.frame_step import keep, marks
 from dspark.runtime.records import CORRECTED, SIBLING, Verdict
 from dspark.runtime.requests import Outcome
 
@@ -23,7 +23,7 @@ def test_the_device_keeps_what_the_host_emits() -> None:
         torch.tensor([outcome.tokens for outcome in outcomes]),
         _verdict(outcomes),
         torch.tensor(lefts),
-        torch.tensor([[*some, -1][:2] for some in ends]),
+        torch.stack([marks(some, torch.empty(VOCAB)) for some in ends]),
     )
     for row, (outcome, some, left) in enumerate(cases):
         if left == 0:  # an idle row
@@ -50,7 +50,7 @@ def _case(rng: random.Random) -> tuple[Outcome, list[int], int]:
         entropy=(),
         distance=(),
     )
-    ends = rng.sample(range(VOCAB), rng.randint(1, 2))
+    ends = rng.sample(range(VOCAB), rng.randint(0, VOCAB))
     return outcome, ends, rng.choice([0, SENT + 1, SENT + 2, 50])
 
 

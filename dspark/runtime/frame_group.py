@@ -7,7 +7,7 @@
 What a frame needs of the one before stays on the device: anchors, tokens left, lengths. The host
 learns one frame late that a text has ended; the device knew, and ran the row as an idle one.
 
-Letters: B seats, G drafted, L primaries sent.
+Letters: B seats, G drafted, L primaries sent, V vocab.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dspark.runtime.faults import named
 from dspark.runtime.frame_sizes import Wish, slot_sizes
-from dspark.runtime.frame_step import Kept, Pass, keep, lay_out
+from dspark.runtime.frame_step import Kept, Pass, keep, lay_out, marks
 from dspark.runtime.lanes import Lanes, Mail, Span
 from dspark.runtime.policies.frontier import plan_block
 from dspark.runtime.proposal import propose
@@ -62,12 +62,11 @@ class FrameGroup:
     Args:
         rounds: What all rounds share; its policy decides the rows of all groups.
         cache, context: Of B rows, empty; the group fixes the context's shapes.
-        ends: Most end tokens of a request.
         sibling_rows: Rows of a verify slot that siblings may take.
     """
 
     def __init__(
-        self, rounds: Rounds, lanes: Lanes, cache: Cache, context: Any, ends: int, sibling_rows: int
+        self, rounds: Rounds, lanes: Lanes, cache: Cache, context: Any, sibling_rows: int
     ) -> None:
         self.rounds, self.lanes = rounds, lanes
         self.cache, self.context = cache, context
@@ -78,7 +77,7 @@ class FrameGroup:
         self._wishes = [Wish() for _ in range(seats)]
         self.anchor = torch.zeros(seats, dtype=torch.int64, device=device)
         self.left = torch.zeros_like(self.anchor)
-        self.ends = torch.full((seats, max(1, ends)), -1, dtype=torch.int64, device=device)
+        self.ends = torch.zeros(seats, rounds.target.vocab_size, dtype=torch.bool, device=device)
         self._sibling_rows = sibling_rows
         self._spare = torch.Generator(device=device)  # for empty seats, whose draws nobody sees
         self.ahead: Frame | None = None
@@ -105,14 +104,13 @@ class FrameGroup:
     def join(self, row: int, alone: Seats) -> None:
         """A request whose prompt was read takes a seat."""
         text = alone.texts[0]
-        ends = [*text.ends, *[-1] * (self.ends.shape[1] - len(text.ends))]
         with self.lanes.verify(self._last) as self._last:
             self.cache.put(row, alone.cache)
             self.context.put(row, alone.context)
             self.anchor, self.left = self.anchor.clone(), self.left.clone()
             self.anchor[row] = alone.anchor[0]
             self.left[row] = text.left
-            self.ends[row] = torch.tensor(ends, device=self.ends.device)
+            self.ends[row] = marks(text.ends, self.ends[row])
         self.texts[row], self._wishes[row] = text, Wish()
 
     def leave(self, row: int) -> None:

@@ -7,11 +7,12 @@
 No shape here depends on a value, and nothing is read by the host: this and the passes before it are
 what a captured frame replays.
 
-Letters: B rows, L primaries sent, E end tokens of a row.
+Letters: B rows, L primaries sent, V vocab.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -29,10 +30,20 @@ class Kept:
     left: Tensor
 
 
-def keep(tokens: Tensor, verdict: Verdict, left: Tensor, ends: Tensor) -> Kept:
-    """Cut what a verdict says about primaries `tokens` [B, L] at end tokens `ends` [B, E].
+def marks(ends: Collection[int], like: Tensor) -> Tensor:
+    """The end tokens of a request as a mask over the vocabulary, shaped and placed as `like` [V].
 
-    Padding of `ends` is -1. The caller has not sent more primaries than `left` - 1.
+    Whatever their number, the shape is the same: a frame that was recorded takes any request.
+    """
+    mask = torch.zeros(len(like), dtype=torch.bool)
+    mask[[token for token in ends if 0 <= token < len(mask)]] = True
+    return mask.to(like.device)
+
+
+def keep(tokens: Tensor, verdict: Verdict, left: Tensor, ends: Tensor) -> Kept:
+    """Cut what a verdict says about primaries `tokens` [B, L] at ids that `ends` [B, V] bool marks.
+
+    The caller has not sent more primaries than `left` - 1.
     """
     batch, sent = tokens.shape
     step = torch.arange(sent + 2, device=tokens.device)
@@ -42,7 +53,7 @@ def keep(tokens: Tensor, verdict: Verdict, left: Tensor, ends: Tensor) -> Kept:
     said = torch.where(step < accepted, said, verdict.next_token.unsqueeze(1))
     said = torch.where(rescued & (step == accepted), verdict.sibling.unsqueeze(1), said)
     count = (accepted + rescued + 1).squeeze(1)
-    over = (said.unsqueeze(-1) == ends.unsqueeze(1)).any(-1) & (step < count.unsqueeze(1))
+    over = ends.gather(1, said) & (step < count.unsqueeze(1))
     ended = over.any(dim=1)
     count = torch.where(ended, over.byte().argmax(dim=1) + 1, count)
     live = left > 0

@@ -44,9 +44,6 @@ from dspark.runtime.rounds import Rounds
 from dspark.runtime.sampling import BadLogits, SamplingParams
 from dspark.runtime.target import Cache, Target
 
-END_TOKENS = 8
-"""Most end tokens of a request: they are compared on the device, in a table of fixed width."""
-
 
 class FrameScheduler:
     """Seats for requests, and the frames that decode them.
@@ -111,7 +108,7 @@ class FrameScheduler:
             cache, context = lease.cache, lease.context
         else:
             cache, context = target.new_cache(slots, room), drafter.new_context(slots, room)
-        return FrameGroup(self.rounds, self._lanes, cache, context, END_TOKENS, sibling_rows)
+        return FrameGroup(self.rounds, self._lanes, cache, context, sibling_rows)
 
     @torch.inference_mode()
     def submit(self, request: Request) -> Handle:
@@ -127,8 +124,6 @@ class FrameScheduler:
                 f"max_new_tokens: prompt and answer may become {request.max_length} tokens, this "
                 f"scheduler's seats hold {self.max_length}"
             )
-        if len(text.ends) > END_TOKENS:
-            raise UserError(f"end tokens: expected at most {END_TOKENS}, got {len(text.ends)}")
         handle = Handle(text)
         self._waiting.append(handle)
         return handle

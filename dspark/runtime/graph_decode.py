@@ -33,7 +33,7 @@ from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.faults import raise_fault
 from dspark.runtime.graph_frame import HEADS, Drafting, FrameResult, GraphFrame
 from dspark.runtime.graph_replay import Replay
-from dspark.runtime.graph_seats import END_TOKENS, Chances, GraphSeats
+from dspark.runtime.graph_seats import Chances, GraphSeats
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.lanes import Lanes, Mail, Span
 from dspark.runtime.prefill import TokenCallback, clock, read_prompt
@@ -97,7 +97,7 @@ class GraphDecoder:
         target, drafter, length = self.target, self.drafter, self.length
         room = self.max_length
         self.cache: StaticCache = self.decoder.new_cache(seats, room, length + 1, slots=length > 0)
-        self.seats = GraphSeats(seats, target.device)
+        self.seats = GraphSeats(seats, target.vocab_size, target.device)
         self.drafting: Drafting | None = None
         if drafter is not None:
             context = drafter.new_context(seats, room + length + 1, PrivateStorage())
@@ -165,8 +165,6 @@ class GraphDecoder:
                 f"max_new_tokens: prompt and answer may become {request.max_length} tokens, the "
                 f"seats hold {self.max_length}"
             )
-        if len(text.ends) > END_TOKENS:
-            raise UserError(f"end tokens: expected at most {END_TOKENS}, got {len(text.ends)}")
         return text
 
     def join(self, seat: int, text: Text) -> None:
@@ -199,7 +197,7 @@ class GraphDecoder:
     def _first(self, last: Tensor, text: Text) -> Tensor:
         """The first anchor [1], drawn where no round draws: at the prompt's last token."""
         logits, device = self.target.logits(last).unsqueeze(1), last.device
-        seats = GraphSeats(1, device)
+        seats = GraphSeats(1, self.target.vocab_size, device)
         request = text.request
         none = torch.zeros(1, dtype=torch.int64, device=device)
         seats.join(0, none, 0, (), request.seed, request.index)

@@ -1,14 +1,14 @@
 """What a captured frame knows of its requests, in tensors that stay where they are.
 
     anchor, left [B] int64     last token, not yet read by the target; tokens that may still come
-    ends [B, E] int64          ids that end the text, -1 where there are fewer
+    ends [B, V] bool           marks the ids that end the text
     seed [B] int64             names the request's random numbers
 
 A seat with ``left`` = 0 is idle: whatever a frame computes for it is dropped. Random numbers are a
 function of seed, place in the text and what they are for, so a text depends neither on its seat nor
 on its neighbours.
 
-Letters: B seats, E end tokens.
+Letters: B seats, V vocab.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ import torch
 from torch import Tensor
 
 from dspark import ops
+from dspark.runtime.frame_step import marks
 from dspark.runtime.sampling import SamplingParams, request_seed
-
-END_TOKENS = 8
-"""Most end tokens of a request."""
 
 
 class GraphSeats:
-    """B seats."""
+    """B seats for texts over `vocab` ids."""
 
-    def __init__(self, batch: int, device: torch.device) -> None:
+    def __init__(self, batch: int, vocab: int, device: torch.device) -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         self.anchor, self.left, self.seed = zeros(batch), zeros(batch), zeros(batch)
-        self.ends = zeros(batch, END_TOKENS).sub_(1)
+        self.ends = torch.zeros(batch, vocab, dtype=torch.bool, device=device)
 
     @property
     def batch(self) -> int:
@@ -44,11 +42,10 @@ class GraphSeats:
         self, seat: int, anchor: Tensor, left: int, ends: Collection[int], seed: int, index: int
     ) -> None:
         """A request whose first token is known takes a seat."""
-        padded = [*ends, *[-1] * (END_TOKENS - len(ends))]
         self.anchor[seat] = anchor[0]
         self.left[seat] = left
         self.seed[seat] = request_seed(seed, index)
-        self.ends[seat] = torch.tensor(padded, device=self.ends.device)
+        self.ends[seat] = marks(ends, self.ends[seat])
 
     def leave(self, seat: int) -> None:
         """The seat is idle from the next frame on."""
