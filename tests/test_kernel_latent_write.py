@@ -1,4 +1,7 @@
-"""New latents in their places, and queries taken into the latent space in the same launch."""
+"""New latents in their places, and queries taken into the latent space in the same launch.
+
+Tolerances are those of `test_kernel_mla_decode.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,16 @@ from dspark.k3.layers import rms_norm
 from dspark_kernels import latent_write
 from tests.tolerance import assert_close
 
-FLOAT32 = 2e-6
+FLOAT32, FLOAT32_ON_GPU = 2e-6, 2e-5
 EPS = 1e-6
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+def limit_of(out: Tensor) -> float | None:
+    """Of float32, tighter than the house's; None: the house's."""
+    if out.dtype != torch.float32:
+        return None
+    return FLOAT32_ON_GPU if out.is_cuda else FLOAT32
 
 
 def write_kernel():  # type: ignore[no-untyped-def]
@@ -45,7 +55,7 @@ def check_write(
     assert write_kernel().refuses(out, *args) is None
     assert write_kernel().latent_write(out, *args) is None
     latent_write.latent_write(expected, rows.double(), norm.double(), EPS, lengths, None, counts)
-    assert_close(out, expected, limit=FLOAT32 if out.dtype == torch.float32 else None)
+    assert_close(out, expected, limit=limit_of(out))
     kept = (expected == 7.0).all(-1)
     assert torch.equal(out[kept], latents.to(rows.dtype)[kept])
 
@@ -124,7 +134,7 @@ def check_absorb(
         q.double(), rows.double(), w_k.double(), nope**-0.5, torch.zeros_like(latents).double(),
         norm.double(), EPS, lengths,
     )  # fmt: skip
-    assert_close(out, expected, limit=FLOAT32 if dtype == torch.float32 else None)
+    assert_close(out, expected, limit=limit_of(out))
     write_kernel().latent_write(written[0], rows, norm, EPS, lengths, written[1])
     assert torch.equal(latents.float(), written[0].float())
     if scales is not None:

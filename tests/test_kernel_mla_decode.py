@@ -1,8 +1,8 @@
 """Latent attention of a decode step: the kernels against their float64 reference, and the reference
 against the K3 layer that it stands for.
 
-Tolerances are the house's (`tests/tolerance.py`) except float32, which must agree to 2e-6: three
-tf32 products lose no more.
+Tolerances are the house's (`tests/tolerance.py`) except float32, which must agree to 2e-6, and to
+2e-5 on a GPU, whose matrix units cut what they add up.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dspark_kernels import latent_write, mla_decode
 from tests.k3_tiny import PLAIN, TINY
 from tests.tolerance import assert_close
 
-FLOAT32 = 2e-6
+FLOAT32, FLOAT32_ON_GPU = 2e-6, 2e-5
 SIZES = [  # B, T, H, R, p, slots; widths and heads that are no powers of two among them
     pytest.param((2, 3, 4, 32, 16, 70), id="small"),
     pytest.param((3, 1, 5, 24, 8, 70), id="one-row"),
@@ -36,6 +36,13 @@ GPU_SIZES = [
     pytest.param((1, 16, 64, 512, 64, 100_000), id="100k"),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+def limit_of(out: Tensor) -> float | None:
+    """Of float32, tighter than the house's; None: the house's."""
+    if out.dtype != torch.float32:
+        return None
+    return FLOAT32_ON_GPU if out.is_cuda else FLOAT32
 
 
 @dataclass
@@ -107,7 +114,7 @@ def check_decode(
     expected = mla_decode.mla_decode(w.q, w.latents, w.lengths, w.rank, upto, None, counts)
     if real is not None:
         out, expected = out[real], expected[real]
-    assert_close(out, expected, limit=FLOAT32 if out.dtype == torch.float32 else None)
+    assert_close(out, expected, limit=limit_of(out))
 
 
 def check_output(x: Given, value: int, gated: bool, upto: Tensor | None = None) -> None:
@@ -123,7 +130,7 @@ def check_output(x: Given, value: int, gated: bool, upto: Tensor | None = None) 
     expected = mla_decode.mla_output(
         w.q, w.latents, w.lengths, w.rank, w_v.double(), wide_gate, upto
     )
-    assert_close(out, expected, limit=FLOAT32 if out.dtype == torch.float32 else None)
+    assert_close(out, expected, limit=limit_of(out))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -4,6 +4,8 @@ A multiplying program keeps BLOCK_R columns of one head's W_k and takes all rows
 through them, 16 at a time, so that W_k is read once whatever their number.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import torch

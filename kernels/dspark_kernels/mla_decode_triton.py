@@ -12,6 +12,8 @@ other, so that the rows after the first BLOCK_M find its latents in the L2. Loga
 Parts are averages of latents and are kept in the dtype of the queries.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 from dataclasses import dataclass

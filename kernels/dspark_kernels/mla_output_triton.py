@@ -5,6 +5,8 @@ rows and multiplies them by its rows of W_v. Every program of a head merges the 
 where that costs more than a launch, ``merge`` comes first and this sees a single part.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import torch

@@ -15,12 +15,16 @@ RANK, SHARED, NOPE, VALUE, EPS = 512, 64, 128, 128, 1e-6
 
 
 def _make(rows: int, heads: int, ours: bool) -> Thunk:
-    kind = {"dtype": torch.bfloat16, "device": "cuda"}
-    q = torch.randn(1, rows, heads, NOPE + SHARED, **kind)  # type: ignore[arg-type]
-    new = torch.randn(1, rows, RANK + SHARED, **kind)  # type: ignore[arg-type]
-    both = torch.randn(heads, NOPE + VALUE, RANK, **kind)  # type: ignore[arg-type]
-    latents = torch.zeros(1, 64, RANK + SHARED, **kind)  # type: ignore[arg-type]
-    norm, lengths = torch.ones(RANK, **kind), torch.full((1,), 20, device="cuda")  # type: ignore[arg-type]
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+    q, new = random(1, rows, heads, NOPE + SHARED), random(1, rows, RANK + SHARED)
+    both, latents, norm = (
+        random(heads, NOPE + VALUE, RANK),
+        random(1, 64, RANK + SHARED),
+        random(RANK),
+    )
+    lengths = torch.full((1,), 20, device="cuda")
     w_k, scale = both[:, :NOPE], (NOPE + SHARED) ** -0.5
     if ours:
         return partial(kernel, q, new, w_k, scale, latents, norm, EPS, lengths)
