@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dspark import ops
-from dspark.distill.terms import mixture
+from dspark.distill.terms import TERMS, mixture
 
 if TYPE_CHECKING:
     from dspark.distill.fused import Chunk, Slots
@@ -83,6 +83,8 @@ def _pulled(
     which, shared = torch.unique(slots.target_rows[rows], return_inverse=True)
     target = torch.mm(slots.target_states[which].to(slots.head.dtype), slots.head.T)
     found = ops.distill_terms(z, target, shared, slots.labels[rows], wanted)
+    if not slots.objective.nla:
+        found[0][TERMS.index("nla")] = 0
     worth = found[0].requires_grad_(trained)
     with torch.set_grad_enabled(trained):
         mixed = mixture(worth, part.grid(slots.grid), slots.objective, None)
