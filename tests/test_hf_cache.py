@@ -7,6 +7,7 @@ nothing else.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -336,3 +337,37 @@ def test_a_text_moves_between_caches_of_any_length(
     target.forward(text[None], alone, commit=True)
     batch.put(1, alone)
     _check(target, batch, [text[:0], text])
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_step_without_padding_waits_for_nothing(
+    name: str, opened: Callable[[str], Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths and counts are on the host: reading them from a device again would be a wait."""
+    target = opened(name)
+    cache = target.new_cache(2, 64)
+    waits: list[str] = []
+    for method in ("tolist", "item", "__bool__"):
+        _spy(monkeypatch, method, waits)
+    text = _text(18).view(2, 9)
+    target.forward(text[:, :6], cache, commit=True)
+    target.forward(text[:, 6:7], cache, commit=True)
+    target.forward(text[:, 7:], cache, commit=False)
+    cache.commit(2)
+    assert waits == []
+    valid = torch.tensor([[True, False], [True, True]])
+    target.forward(text[:, :2], cache, valid=valid, commit=True)
+    assert waits  # the spy works
+
+
+def _spy(monkeypatch: pytest.MonkeyPatch, method: str, found: list[str]) -> None:
+    """Note every call of a tensor's method that our own code makes."""
+    original = getattr(Tensor, method)
+
+    def call(self: Tensor) -> object:
+        caller = str(sys._getframe(1).f_globals["__name__"])
+        if caller.startswith("dspark"):
+            found.append(f"{caller}: {method}")
+        return original(self)
+
+    monkeypatch.setattr(Tensor, method, call)

@@ -71,6 +71,7 @@ class RowCache:
         self.model_cache = TransformersCache(layers=[_layer(ring, max_length) for ring in rings])
         self._lengths = [0] * batch
         self._pending: _Pending | None = None
+        self._real = torch.ones(1, 1, dtype=torch.bool, device=device)
 
     @property
     def _layers(self) -> list[RowLayer]:
@@ -95,17 +96,20 @@ class RowCache:
             for tensor in (layer.keys, layer.values)
         )
 
-    def begin(self, valid: Tensor, parents: Tensor | None) -> Pass:
-        """Announce a block, valid [B, T] bool; the model then writes it, and it is pending.
+    def begin(self, new: int, valid: Tensor | None, parents: Tensor | None) -> Pass:
+        """Announce a block of `new` rows; the model then writes it, and it is pending.
 
+        valid [B, T] bool marks the real ones; None: all, and nothing waits for a device to say so.
         Raises RuntimeError if another one is, and ValueError for more rows than `room`.
         """
         if self._pending is not None:
             raise RuntimeError("a block is pending: commit or roll it back before the next forward")
-        if self.room is not None and valid.shape[1] > self.room:
-            raise ValueError(f"expected at most {self.room} new rows, got {valid.shape[1]}")
+        if self.room is not None and new > self.room:
+            raise ValueError(f"expected at most {self.room} new rows, got {new}")
+        batch = len(self._lengths)
+        counts = [new] * batch if valid is None else valid.sum(1).tolist()
+        valid = self._real.expand(batch, new) if valid is None else valid
         rows = new_rows(valid, parents)
-        counts = valid.sum(1).tolist()
         lengths = self.lengths
         width = max(1, *map(int.__add__, self._lengths, counts))  # attention over nothing is NaN
         masks: dict[Ring, Tensor] = {}
@@ -129,9 +133,12 @@ class RowCache:
         if any(not 0 <= count <= limit for count, limit in zip(counts, most, strict=True)):
             raise ValueError(f"cannot accept {counts} rows of blocks with {most}")
         rows, kept = pending.rows, torch.tensor(counts, device=self.device).unsqueeze(1)
-        if bool(((rows.order < kept) & rows.valid & (rows.depth != rows.order)).any()):
+        if rows.tree and bool(
+            ((rows.order < kept) & rows.valid & (rows.depth != rows.order)).any()
+        ):
             raise ValueError("these rows of a tree are no chain: commit_path says which to keep")
-        self._clear(rows.order >= kept)
+        if counts != most:
+            self._clear(rows.order >= kept)
         self._advance(counts)
 
     def commit_path(self, path: Tensor) -> None:

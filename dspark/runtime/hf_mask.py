@@ -45,12 +45,14 @@ class NewRows:
     depth      [B, T] int64, rows between it and the text: 0 for a row that follows it directly
     valid      [B, T] bool, real rows
     ancestors  [B, T, T] bool, [b, i, j]: row j is row i or one of its ancestors
+    tree       whether they may be more than a chain
     """
 
     order: Tensor
     depth: Tensor
     valid: Tensor
     ancestors: Tensor
+    tree: bool
 
 
 def new_rows(valid: Tensor, parents: Tensor | None) -> NewRows:
@@ -66,7 +68,7 @@ def new_rows(valid: Tensor, parents: Tensor | None) -> NewRows:
     order = valid.long().cumsum(1) - 1
     if parents is None:
         below = torch.ones(rows, rows, dtype=torch.bool, device=valid.device).tril()
-        return NewRows(order, order, valid, below & valid.unsqueeze(1) & valid.unsqueeze(2))
+        return NewRows(order, order, valid, below & valid.unsqueeze(1) & valid.unsqueeze(2), False)
     parents = parents.to(valid.device).expand(batch, rows)
     index = torch.arange(rows, device=valid.device)
     if bool((valid & ((parents >= index) | (parents < -1))).any()):
@@ -81,7 +83,7 @@ def new_rows(valid: Tensor, parents: Tensor | None) -> NewRows:
     orphan = (parents >= 0) & ~valid.gather(1, parents.clamp(min=0)) & valid
     if bool(orphan.any()):
         raise ValueError("parents: a real row follows a row that is padding")
-    return NewRows(order, ancestors.sum(-1) - 1, valid, ancestors)
+    return NewRows(order, ancestors.sum(-1) - 1, valid, ancestors, True)
 
 
 def visible(lengths: Tensor, rows: NewRows, ring: Ring, width: int) -> Tensor:

@@ -140,14 +140,12 @@ class RowTarget(HFTarget):
             raise TypeError(f"expected a cache of this target, got {type(cache).__name__}")
         if commit and parents is not None:
             raise ValueError("a tree cannot be committed at once: one of its paths is")
-        if valid is None:
-            valid = torch.ones_like(tokens, dtype=torch.bool)
         room = tokens.shape[1] if cache.room is None or not commit else cache.room
+        parts = tokens.split(max(room, 1), 1)
+        real = [None] * len(parts) if valid is None else valid.split(max(room, 1), 1)
         pieces = [
-            self._pass(rows, cache, real, parents, taps, commit)
-            for rows, real in zip(
-                tokens.split(max(room, 1), 1), valid.split(max(room, 1), 1), strict=True
-            )
+            self._pass(rows, cache, kept, parents, taps, commit)
+            for rows, kept in zip(parts, real, strict=True)
         ]
         if len(pieces) == 1:
             return pieces[0]
@@ -161,12 +159,12 @@ class RowTarget(HFTarget):
         self,
         tokens: Tensor,
         cache: RowCache,
-        valid: Tensor,
+        valid: Tensor | None,
         parents: Tensor | None,
         taps: TapSet | None,
         commit: bool,
     ) -> TargetOutput:
-        block = cache.begin(valid, parents)
+        block = cache.begin(tokens.shape[1], valid, parents)
         try:
             hidden, tapped = self.parts.run(
                 tokens,
@@ -178,7 +176,7 @@ class RowTarget(HFTarget):
             cache.rollback()
             raise
         if commit:
-            cache.commit(valid.sum(1))
+            cache.commit(tokens.shape[1] if valid is None else valid.sum(1))
         return TargetOutput(hidden, tapped)
 
     def _mask(self, masks: Mapping[Ring, Tensor]) -> Tensor | dict[str, Tensor]:
