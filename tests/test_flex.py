@@ -157,8 +157,8 @@ def test_compiled_flex_attention_trains_as_groups_do(
     drafter.to(GPU)
     monkeypatch.setattr(flex, "PAYS_FROM", 0)
     used = []
-    attend = flex.flex_attend
-    monkeypatch.setattr(flex, "flex_attend", lambda *a: used.append(1) or attend(*a))
+    attend = flex.attend_whole
+    monkeypatch.setattr(flex, "attend_whole", lambda *a: used.append(1) or attend(*a))
     for tensor, expected in zip(_states_and_gradients(drafter, GPU), reference, strict=True):
         assert_close(tensor, expected)
     assert len(used) == config.num_layers

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dspark.distill.apart import ApartGradients
 from dspark.distill.chat import TrainingRow
 from dspark.distill.objective import to_vector
+from dspark.distill.optim import FlatGradients
 from dspark.distill.processes import Processes
 from dspark.distill.train_settings import TrainSettings
 from dspark.distill.trainer import Trainer
@@ -146,7 +148,16 @@ def step_on(device: torch.device, precision: str) -> tuple[Tensor, Tensor]:
     drafter = drafter_on(device)
     trainer = Trainer(target_on(device), drafter, rows, settings, Processes(device))
     result = trainer.run_step(0)
-    return to_vector(result.sums).cpu(), trainer.optimiser.gradients.buffer.cpu()
+    return to_vector(result.sums).cpu(), applied(trainer.optimiser.gradients).cpu()
+
+
+def applied(gradients: FlatGradients | ApartGradients) -> Tensor:
+    """What the update saw, in one vector."""
+    if isinstance(gradients, FlatGradients):
+        return gradients.buffer
+    found = ((p, gradients.of(name, p)) for name, p in gradients.named)
+    parts = [torch.zeros_like(p) if g is None else g.float() * gradients.scale for p, g in found]
+    return torch.cat([part.flatten() for part in parts])
 
 
 def test_a_training_step_is_that_of_the_cpu():
