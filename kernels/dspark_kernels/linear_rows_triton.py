@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dspark_kernels import linear_rows as plain
 from dspark_kernels.linear_rows import MAX_ROWS, Situ
+from dspark_kernels.overlap import begin, early, wait
 from dspark_kernels.rows_tile import activate, gemm, gemv
 
 
@@ -39,16 +40,19 @@ def _sums(
     x, norm, a, b, start, n,
     I: tl.constexpr, SPAN: tl.constexpr, EVEN: tl.constexpr,  # noqa: E741
     BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
-    NORM: tl.constexpr, DUAL: tl.constexpr, DOT: tl.constexpr,
+    NORM: tl.constexpr, DUAL: tl.constexpr, DOT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Both sums as [BO, N] and the squares as [N]; N is 1 without DOT."""
     if DOT:
+        wait(EARLY)
         rows = tl.arange(0, N)
         acc_a, acc_b, square = gemm(
             x, norm, a, b, rows, rows < n, start, I, SPAN, BO, BK, N, STAGES, NORM, DUAL, EVEN
         )
     else:
-        one_a, one_b, one = gemv(x, norm, a, b, start, I, SPAN, BO, BK, STAGES, NORM, DUAL, EVEN)
+        one_a, one_b, one = gemv(
+            x, norm, a, b, start, I, SPAN, BO, BK, STAGES, NORM, DUAL, EVEN, EARLY
+        )
         acc_a = one_a[:, None]
         acc_b = one_b[:, None]
         square = one + tl.zeros([1], tl.float32)
@@ -61,7 +65,9 @@ def _rows_kernel(
     I: tl.constexpr, O: tl.constexpr,  # noqa: E741
     BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, DOT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     tile = tl.program_id(0)
     part = tl.program_id(1)
     o = tile * BO + tl.arange(0, BO)
@@ -69,7 +75,7 @@ def _rows_kernel(
     SPAN: tl.constexpr = (I + SPLIT * BK - 1) // (SPLIT * BK) * BK
     EVEN: tl.constexpr = SPAN * SPLIT == I
     acc, _, square = _sums(
-        x, norm, a, a, part * SPAN, n, I, SPAN, EVEN, BO, BK, N, STAGES, NORM, False, DOT
+        x, norm, a, a, part * SPAN, n, I, SPAN, EVEN, BO, BK, N, STAGES, NORM, False, DOT, EARLY
     )
     rows = tl.arange(0, N)
     at = rows[None, :] * O + o[:, None]
@@ -90,8 +96,10 @@ def _rows_kernel(
 def _add_parts(
     parts, squares, residual, out, n, eps,
     I: tl.constexpr, O: tl.constexpr, BO: tl.constexpr,  # noqa: E741
-    SPLIT: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr,
+    SPLIT: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
+    wait(EARLY)
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     row = tl.program_id(1)
     inside = o < O
@@ -113,14 +121,15 @@ def _gated_kernel(
     x, norm, weight, out, n, eps, beta, linear_beta,
     I: tl.constexpr, S: tl.constexpr,  # noqa: E741
     BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
-    NORM: tl.constexpr, SITU: tl.constexpr, DOT: tl.constexpr,
+    NORM: tl.constexpr, SITU: tl.constexpr, DOT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     a = weight + tl.minimum(o, S - 1).to(tl.int64) * I
     b = a + tl.full([], S, tl.int64) * I
     SPAN: tl.constexpr = (I + BK - 1) // BK * BK
     gate, up, square = _sums(
-        x, norm, a, b, 0, n, I, SPAN, SPAN == I, BO, BK, N, STAGES, NORM, True, DOT
+        x, norm, a, b, 0, n, I, SPAN, SPAN == I, BO, BK, N, STAGES, NORM, True, DOT, EARLY
     )
     if NORM:
         scale = tl.rsqrt(square / I + eps)[None, :]
@@ -167,13 +176,14 @@ def project(
         x, norm, weight, residual, out, parts, squares, n, eps,
         I=inputs, O=outputs, BO=how.out, BK=how.step, N=MAX_ROWS if how.dot else 1,
         STAGES=how.stages, SPLIT=how.split, NORM=norm is not None, ADD=residual is not None,
-        DOT=how.dot, num_warps=how.warps,
+        DOT=how.dot, num_warps=how.warps, **early(),
     )  # fmt: skip
     if how.split > 1:
         block = 256
         _add_parts[(triton.cdiv(outputs, block), n)](
             parts, squares, residual, out, n, eps, I=inputs, O=outputs, BO=block,
             SPLIT=how.split, NORM=norm is not None, ADD=residual is not None, num_warps=2,
+            **early(),
         )  # fmt: skip
     return out
 
@@ -194,7 +204,7 @@ def gated_rows(
     _gated_kernel[(triton.cdiv(width, how.out),)](
         x, norm, weight, out, n, eps, beta, linear_beta, I=inputs, S=width,
         BO=how.out, BK=how.step, N=MAX_ROWS if how.dot else 1, STAGES=how.stages,
-        NORM=norm is not None, SITU=situ is not None, DOT=how.dot, num_warps=how.warps,
+        NORM=norm is not None, SITU=situ is not None, DOT=how.dot, num_warps=how.warps, **early(),
     )  # fmt: skip
     return out
 
@@ -202,15 +212,16 @@ def gated_rows(
 def plan(n: int, inputs: int, outputs: int) -> Plan | None:
     """The measured best cut; None: the library's product is faster."""
     if n == 1:
-        return Plan(8, _step(inputs, 512), 4, 2)
-    return Plan(16, _step(inputs, 256), 4, 4, dot=True)
+        step = _step(inputs, 1024)
+        return Plan(16 if step <= 256 and outputs > 8192 else 8, step, 4, 3)
+    return Plan(64, _step(inputs, 256), 4, 5, dot=True)
 
 
 def gated_plan(n: int, inputs: int, width: int) -> Plan:
     """The same for two matrices at once."""
     if n == 1:
-        return Plan(4, _step(inputs, 512), 4, 2)
-    return Plan(16, _step(inputs, 256), 4, 3, dot=True)
+        return Plan(8, _step(inputs, 512), 4, 3)
+    return Plan(64, _step(inputs, 128), 4, 3, dot=True)
 
 
 def _step(inputs: int, most: int) -> int:

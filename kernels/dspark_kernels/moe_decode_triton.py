@@ -30,6 +30,7 @@ from dspark_kernels.moe_experts_triton import down, down_one, gate_up, gate_up_o
 from dspark_kernels.moe_route_triton import combine, route
 from dspark_kernels.mxfp4 import GROUP
 from dspark_kernels.mxfp4_tile import LIFT
+from dspark_kernels.overlap import early
 
 BF16, WORDS, SCALED = 0, 1, 2
 """How experts are read: as they are, by words of eight codes, by Triton's scaled product."""
@@ -104,7 +105,7 @@ def _route(
         D=D, DP=triton.next_power_of_2(D), E=E, EP=triton.next_power_of_2(E), K=k,
         KP=triton.next_power_of_2(k), L=L, S=S, BLOCK=CHUNK, LATENT=moe.latent,
         NORM=norm is not None, RENORM=moe.renormalise, PLANAR=form == WORDS,
-        SITU=moe.situ is not None, num_warps=1 if E <= 64 else 2,
+        SITU=moe.situ is not None, num_warps=1 if E <= 64 else 2, **early(),
     )  # fmt: skip
     return ids, weights, z, tail
 
@@ -135,7 +136,7 @@ def _gate_up(z: Tensor, ids: Tensor, moe: MoE, how: MoEPlan) -> Tensor:
         z, ids, w1, w3, s1, s3, h, n, LIFT.value if how.form == WORDS else 1.0, beta, linear_beta,
         K=k, KP=triton.next_power_of_2(k), INNER=inner, L=L, BO=cut.out, BK=cut.step,
         N=MAX_ROWS if cut.dot else 1, STAGES=cut.stages, DIRECT=n * k > E,
-        FORM=how.form, SITU=moe.situ is not None, DOT=cut.dot, num_warps=cut.warps,
+        FORM=how.form, SITU=moe.situ is not None, DOT=cut.dot, num_warps=cut.warps, **early(),
     )  # fmt: skip
     return h
 
@@ -155,7 +156,7 @@ def _down(
         h, ids, w2, s2, partial, tail, moe.outputs if beside else w2, shared, n,
         K=k, KP=triton.next_power_of_2(k), INNER=inner, L=L, S=S, SLOTS=slots, BO=cut.out,
         BK=cut.step, N=MAX_ROWS if cut.dot else 1, STAGES=cut.stages, DIRECT=n * k > E,
-        FORM=how.form, SHARED=beside, DOT=cut.dot, num_warps=cut.warps,
+        FORM=how.form, SHARED=beside, DOT=cut.dot, num_warps=cut.warps, **early(),
     )  # fmt: skip
     return partial, shared if beside else None
 
@@ -173,7 +174,7 @@ def _gate_up_one(
         projected, moe.bias, x, norm, moe.experts.w1, moe.experts.w3, ids, weights, h,
         eps, moe.scaling, beta, linear_beta, E=E, EP=triton.next_power_of_2(E), K=k, INNER=inner,
         L=L, BO=cut.out, BK=cut.step, STAGES=cut.stages, NORM=norm is not None,
-        RENORM=moe.renormalise, SITU=moe.situ is not None, num_warps=cut.warps,
+        RENORM=moe.renormalise, SITU=moe.situ is not None, num_warps=cut.warps, **early(),
     )  # fmt: skip
     return h, ids, weights
 
@@ -188,7 +189,7 @@ def _down_one(
     down_one[(triton.cdiv(L, cut.out),)](
         h, ids, weights, moe.experts.w2, projected[0, moe.experts.count :], moe.outputs, residual,
         out, beta, linear_beta, K=k, INNER=inner, L=L, S=S, BO=cut.out, BK=cut.step,
-        ADD=residual is not None, SITU=moe.situ is not None, num_warps=cut.warps,
+        ADD=residual is not None, SITU=moe.situ is not None, num_warps=cut.warps, **early(),
     )  # fmt: skip
     return out
 
@@ -204,33 +205,29 @@ def _combine(
     combine[(n, triton.cdiv(L, block))](
         partial, weights, shared, residual, moe.norm, out, moe.norm_eps, out.stride(0),
         L=L, BLOCK=block, K=k, SHARED=shared is not None, ADD=residual is not None,
-        NORM=moe.norm is not None, num_warps=2 if moe.norm is None else 8,
+        NORM=moe.norm is not None, num_warps=2 if moe.norm is None else 8, **early(),
     )  # fmt: skip
 
 
 def moe_plan(n: int, moe: MoE) -> MoEPlan:
     """The measured best cuts."""
-    E, inner, L = moe.experts.count, moe.experts.inner, moe.experts.width
-    packed = moe.experts.scales is not None
-    inputs = plan(n, moe.inputs.shape[1], moe.inputs.shape[0]) or Plan(16, 64, 4, 3, dot=n > 1)
-    assert E > 0
-    if packed:
-        return MoEPlan(inputs, _packed_cut(n, L, 8), _packed_cut(n, inner, 8), WORDS)
-    dot = n > 1
-    return MoEPlan(
-        inputs,
-        Plan(16 if dot else 8, _step(L, 256 if dot else 512), 4, 3, dot=dot),
-        Plan(16 if dot else 8, _step(inner, 256 if dot else 512), 4, 3, dot=dot),
-        BF16,
-    )
+    inner, L = moe.experts.inner, moe.experts.width
+    inputs = plan(n, moe.inputs.shape[1], moe.inputs.shape[0]) or Plan(64, 64, 4, 3, dot=n > 1)
+    if moe.experts.scales is not None:
+        return MoEPlan(inputs, _packed_cut(n, L), _packed_cut(n, inner), WORDS)
+    if n == 1:
+        narrow = (
+            Plan(4, _step(inner, 512), 8, 1) if not moe.latent else Plan(8, _step(inner, 256), 2, 3)
+        )
+        return MoEPlan(inputs, Plan(8, _step(L, 256), 2, 3), narrow, BF16)
+    gate_up = Plan(64, _step(L, 128), 4, 3, dot=True)
+    return MoEPlan(inputs, gate_up, Plan(32, _step(inner, 128), 4, 5, dot=True), BF16)
 
 
-def _packed_cut(n: int, inputs: int, out: int) -> Plan:
-    words = inputs // 8
-    step = 256
-    while words % step:
-        step //= 2
-    return Plan(out if n == 1 else 16, step, 4, 2, dot=n > 1)
+def _packed_cut(n: int, inputs: int) -> Plan:
+    """Steps are words of eight inputs."""
+    step = _step(inputs // 8, 64)
+    return Plan(32, step, 4, 3) if n == 1 else Plan(64, step, 4, 2, dot=True)
 
 
 def _step(inputs: int, most: int) -> int:

@@ -14,6 +14,7 @@ import triton.language as tl
 from dspark_kernels import mxfp4_tile, rows_tile
 from dspark_kernels.moe_route_triton import sort_key
 from dspark_kernels.mxfp4_tile import plane
+from dspark_kernels.overlap import begin, wait
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def _product(
             )
         else:
             one_a, one_b, _ = rows_tile.gemv(
-                own, x, a, b, 0, I, I, BO, BK, STAGES, False, DUAL, True
+                own, x, a, b, 0, I, I, BO, BK, STAGES, False, DUAL, True, False
             )
             acc_a = one_a[:, None]
             acc_b = one_b[:, None]
@@ -79,8 +80,11 @@ def gate_up(
     K: tl.constexpr, KP: tl.constexpr, INNER: tl.constexpr, L: tl.constexpr,
     BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     DIRECT: tl.constexpr, FORM: tl.constexpr, SITU: tl.constexpr, DOT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """h[pair] = act(W1 z, W3 z) of the slot's expert, for every row that chose it."""
+    begin(EARLY)
+    wait(EARLY)
     expert, works, hit, pair = _who(ids, tl.program_id(1), n, K, KP, N, DIRECT)
     if not works:
         return
@@ -108,9 +112,11 @@ def down(
     K: tl.constexpr, KP: tl.constexpr, INNER: tl.constexpr, L: tl.constexpr, S: tl.constexpr,
     SLOTS: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr,
     STAGES: tl.constexpr, DIRECT: tl.constexpr, FORM: tl.constexpr, SHARED: tl.constexpr,
-    DOT: tl.constexpr,
+    DOT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """partial[pair] = W2 h[pair]; the slot behind the last is the shared expert."""
+    begin(EARLY)
+    wait(EARLY)
     slot = tl.program_id(1)
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     rows = tl.arange(0, N)
@@ -139,13 +145,15 @@ def gate_up_one(
     logits, bias, x, norm, w1, w3, ids, weights, h, eps, scaling, beta, linear_beta,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, L: tl.constexpr,
     BO: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    NORM: tl.constexpr, RENORM: tl.constexpr, SITU: tl.constexpr,
+    NORM: tl.constexpr, RENORM: tl.constexpr, SITU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row, few experts, no latent space: the slot-th best expert, found by every program.
 
     An expert's rank is the number of better ones: EP^2 comparisons at once instead of k rounds and
     a launch of their own. The first tile's programs write ids and weights.
     """
+    begin(EARLY)
+    wait(EARLY)
     slot = tl.program_id(1)
     e = tl.arange(0, EP)
     score = tl.sigmoid(tl.load(logits + e, mask=e < E, other=0.0))
@@ -162,7 +170,7 @@ def gate_up_one(
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     at = (expert.to(tl.int64) * INNER + tl.minimum(o, INNER - 1)) * L
     gate, up, square = rows_tile.gemv(
-        x, norm, w1 + at, w3 + at, 0, L, L, BO, BK, STAGES, NORM, True, True
+        x, norm, w1 + at, w3 + at, 0, L, L, BO, BK, STAGES, NORM, True, True, False
     )
     if NORM:
         scale = tl.rsqrt(square / L + eps)
@@ -177,8 +185,11 @@ def down_one(
     h, ids, weights, w2, gate_and_up, w_shared, residual, out, beta, linear_beta,
     K: tl.constexpr, INNER: tl.constexpr, L: tl.constexpr, S: tl.constexpr,
     BO: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, SITU: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row: out = sum_j w_j W2_j h_j + W_shared act(gate, up) + residual, in one pass."""
+    begin(EARLY)
+    wait(EARLY)
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     row = tl.minimum(o, L - 1).to(tl.int64)
     cols = tl.arange(0, BK)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from dspark_kernels.mxfp4_tile import plane
+from dspark_kernels.overlap import begin, wait
 from dspark_kernels.rows_tile import activate
 
 
@@ -91,9 +92,11 @@ def route(
     D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
     K: tl.constexpr, KP: tl.constexpr, L: tl.constexpr, S: tl.constexpr,
     BLOCK: tl.constexpr, LATENT: tl.constexpr, NORM: tl.constexpr, RENORM: tl.constexpr,
-    PLANAR: tl.constexpr, SITU: tl.constexpr,
+    PLANAR: tl.constexpr, SITU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part): the choice, z of a layer without a latent space, or columns."""
+    begin(EARLY)
+    wait(EARLY)
     row = tl.program_id(0)
     part = tl.program_id(1)
     OFFSET: tl.constexpr = L if LATENT else 0
@@ -123,9 +126,11 @@ def route(
 def combine(
     partial, weights, shared, residual, norm, out, eps, stride,
     L: tl.constexpr, BLOCK: tl.constexpr, K: tl.constexpr,
-    SHARED: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+    SHARED: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[row] = norm(sum_j w_j partial[row, j]) + shared + residual; norm needs one block."""
+    begin(EARLY)
+    wait(EARLY)
     row = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < L

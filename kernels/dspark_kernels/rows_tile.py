@@ -16,55 +16,64 @@ import triton
 import triton.language as tl
 
 from dspark_kernels.interpreted_floats import exact_floats
+from dspark_kernels.overlap import wait
 
 exact_floats()
 
 
 @triton.jit
+def _tile(a, at, I: tl.constexpr, EVEN: tl.constexpr):  # noqa: E741
+    """Columns ``at`` of weight rows; beyond the last one 0."""
+    if EVEN:
+        tile = tl.load(a[:, None] + at[None, :])
+    else:
+        tile = tl.load(a[:, None] + at[None, :], mask=(at < I)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _row(x, norm, at, like: tl.constexpr, I: tl.constexpr, NORM: tl.constexpr):  # noqa: E741
+    """x times the norm's weight, rounded like ``like``, and x squared; float32."""
+    row = tl.load(x + at, mask=at < I, other=0.0).to(tl.float32)
+    square = row * row
+    if NORM:
+        scale = tl.load(norm + at, mask=at < I, other=0.0).to(tl.float32)
+        row = (row * scale).to(like).to(tl.float32)
+    return row, square
+
+
+@triton.jit
 def gemv(
-    x,
-    norm,
-    a,
-    b,
-    start,
-    I: tl.constexpr,  # noqa: E741
-    SPAN: tl.constexpr,
-    BO: tl.constexpr,
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-    NORM: tl.constexpr,
-    DUAL: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    x, norm, a, b, start,
+    I: tl.constexpr, SPAN: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,  # noqa: E741
+    STAGES: tl.constexpr, NORM: tl.constexpr, DUAL: tl.constexpr, EVEN: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     """One row. x, norm: pointers; a, b: pointers [BO] to weight rows. Sums [BO], [BO], scalar.
 
-    Inputs start .. start + SPAN; EVEN: all of them are inside I.
+    Inputs start .. start + SPAN; EVEN: all of them are inside I. The first tile is on its way
+    before x need be there.
     """
-    cols = tl.arange(0, BK)
-    acc_a = tl.zeros([BO, BK], tl.float32)
-    acc_b = tl.zeros([BO, BK], tl.float32)
-    square = tl.zeros([BK], tl.float32)
-    for k in tl.range(0, SPAN, BK, num_stages=STAGES):
-        at = start + k + cols
-        if EVEN:
-            w_a = tl.load(a[:, None] + at[None, :])
-            if DUAL:
-                w_b = tl.load(b[:, None] + at[None, :])
-            row = tl.load(x + at)
-        else:
-            inside = at < I
-            w_a = tl.load(a[:, None] + at[None, :], mask=inside[None, :], other=0.0)
-            if DUAL:
-                w_b = tl.load(b[:, None] + at[None, :], mask=inside[None, :], other=0.0)
-            row = tl.load(x + at, mask=inside, other=0.0)
-        if NORM:
-            wide = row.to(tl.float32)
-            square += wide * wide
-            scale = tl.load(norm + at, mask=at < I, other=0.0).to(tl.float32)
-            row = (wide * scale).to(w_a.dtype)
-        acc_a += w_a.to(tl.float32) * row.to(tl.float32)[None, :]
+    at = start + tl.arange(0, BK)
+    tile_a = _tile(a, at, I, EVEN)
+    tile_b = tile_a
+    if DUAL:
+        tile_b = _tile(b, at, I, EVEN)
+    wait(EARLY)
+    like = tile_a.dtype
+    row, square = _row(x, norm, at, like, I, NORM)
+    acc_a = tile_a.to(tl.float32) * row[None, :]
+    acc_b = tile_b.to(tl.float32) * row[None, :]
+    for k in tl.range(BK, SPAN, BK, num_stages=STAGES):
+        at = start + k + tl.arange(0, BK)
+        tile_a = _tile(a, at, I, EVEN)
         if DUAL:
-            acc_b += w_b.to(tl.float32) * row.to(tl.float32)[None, :]
+            tile_b = _tile(b, at, I, EVEN)
+        row, more = _row(x, norm, at, like, I, NORM)
+        square += more
+        acc_a += tile_a.to(tl.float32) * row[None, :]
+        if DUAL:
+            acc_b += tile_b.to(tl.float32) * row[None, :]
     return tl.sum(acc_a, 1), tl.sum(acc_b, 1), tl.sum(square, 0)
 
 
