@@ -29,7 +29,7 @@ def before(k, g, k_row, g_row, r, inside, columns, K: tl.constexpr, PARTS: tl.co
     return rows_of(k, k_row, r, inside, columns, K) * rest, rest, tl.exp(tl.sum(gs, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "per_row", "A"])
 def states_kernel(
     k, g, states, U, positions, out, T, per_row, H, A,
     k_batch, k_row, k_head, g_batch, g_row, g_head,
@@ -58,7 +58,7 @@ def states_kernel(
         tl.store(out + (anchor * H + head) * K * V + at, S.to(out.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_row", "A"])
 def states_back_kernel(
     k, g, dout, positions, order, firsts, dU, dS, per_row, H, A,
     k_batch, k_row, k_head, g_batch, g_row, g_head,
@@ -91,7 +91,7 @@ def states_back_kernel(
     put_tile(dU + tile * C * V, dUs, r, value, V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per_row", "A"])
 def rows_back_kernel(
     k, g, dout, positions, order, firsts, states, U, dk, dg, per_row, H, A,
     k_batch, k_row, k_head, g_batch, g_row, g_head,

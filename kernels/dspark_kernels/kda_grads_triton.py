@@ -43,7 +43,7 @@ def put_rows(x, value, stride, r, rows, columns, width):
     tl.store(at, value.to(x.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "per_row"])
 def couplings_kernel(
     v, beta, dout, M, U, dU, table, dZ, dv, dP, dA, dbeta,
     T, per_row, H,
@@ -141,7 +141,7 @@ def through_states(
     return dQd, dKe, dKd, flow
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "per_row", "tokens"])
 def rows_kernel(
     q, k, g, beta, dout, states, dstates, U, dZ, dP, dA, end, more_dk, more_dg, table,
     dq, dk, dg, dbeta,

@@ -20,11 +20,13 @@ import triton
 from torch import Tensor
 
 from dspark_kernels.interpreted import allow_loops
+from dspark_kernels.interpreted_floats import exact_floats
 from dspark_kernels.kda import MAX_EXPONENT
 from dspark_kernels.kda_pass_triton import pass_kernel
 from dspark_kernels.kda_within_triton import within_kernel
 
 allow_loops()
+exact_floats()
 
 C = 64
 SUB = 16
@@ -34,7 +36,7 @@ MOST_WIDTH = 256
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """How a kernel multiplies: ``products``, the solve, and the parts of g (0: float32 itself).
+    """How a kernel multiplies: its ``products``, those of its solve, and the parts of g.
 
     Numbers that pass from kernel to kernel have ``dtype``. float32 inputs are multiplied in
     bfloat16 parts, three products for one, which agrees with float64 to some 1e-5.
@@ -47,20 +49,17 @@ class Arithmetic:
 
 
 @cache
-def arithmetic(wide: bool, interpreted: bool) -> Arithmetic:
+def _arithmetic(wide: bool, interpreted: bool) -> Arithmetic:
+    in_parts = "ieee" if interpreted else "bf16x3"  # the interpreter knows no parts
     if wide:
-        if interpreted:
-            return Arithmetic(torch.float32, "ieee", "ieee", 0)
-        return Arithmetic(torch.float32, "bf16x3", "bf16x3", 3)
-    if interpreted:
-        return Arithmetic(torch.bfloat16, "rounded", "ieee", 0)
-    return Arithmetic(torch.bfloat16, "bf16", "bf16x3", 2)
+        return Arithmetic(torch.float32, in_parts, in_parts, 3)
+    return Arithmetic(torch.bfloat16, "bf16", in_parts, 2)
 
 
 def arithmetic_for(*tensors: Tensor) -> Arithmetic:
     """bfloat16 where all of the rows are, else float32."""
     wide = any(x.dtype != torch.bfloat16 for x in tensors)
-    return arithmetic(wide, os.environ.get("TRITON_INTERPRET") == "1")
+    return _arithmetic(wide, os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,8 @@ class Launch:
 
 
 TUNED: dict[tuple[str, torch.dtype], Launch] = {
-    ("within", torch.bfloat16): Launch(64, 64, 4),
-    ("within", torch.float32): Launch(64, 64, 4),
+    ("within", torch.bfloat16): Launch(64, 64, 4, 1),
+    ("within", torch.float32): Launch(32, 64, 4, 1),
     ("carry", torch.bfloat16): Launch(0, 64, 4, 2),
     ("carry", torch.float32): Launch(0, 32, 4, 1),
     ("carry_back", torch.bfloat16): Launch(0, 64, 4, 2),

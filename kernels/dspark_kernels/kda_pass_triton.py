@@ -48,7 +48,7 @@ def across(x, r, columns, width):
     return tl.load(x + r[None, :] * width + columns[:, None], mask=here, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "per_row"])
 def pass_kernel(
     w, u, Qd, Ke, P, end, state, out, last, states, U, bounds, table,
     T, per_row, H,
@@ -89,7 +89,7 @@ def pass_kernel(
         tl.store(last + place + of_state, S.to(last.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "per_row"])
 def pass_back_kernel(
     w, Qd, Ke, P, end, dout, dlast, dstates, dU, dstate, more_dU, more_dS, bounds, table,
     T, per_row, H, o_batch, o_row, o_head,

@@ -38,9 +38,6 @@ def dot(a, b, PRECISION: tl.constexpr):
     """a @ b with float32 sums; the factors as bfloat16, or in the parts that PRECISION names."""
     if PRECISION == "bf16":
         product = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
-    elif PRECISION == "rounded":  # the same for the interpreter, which multiplies no bfloat16
-        a, b = a.to(tl.bfloat16).to(tl.float32), b.to(tl.bfloat16).to(tl.float32)
-        product = tl.dot(a, b, input_precision="ieee")
     else:
         product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
     return product
@@ -48,16 +45,13 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_up(which, g, PARTS: tl.constexpr):
-    """which @ g for a 0 / 1 matrix; g in PARTS bfloat16 numbers of 8 bits each, 0: as it is."""
-    if PARTS == 0:
-        total = tl.dot(which.to(tl.float32), g, input_precision="ieee")
-    else:
-        ones, part = which.to(tl.bfloat16), g.to(tl.bfloat16)
-        total = tl.dot(ones, part)
-        for _ in tl.static_range(PARTS - 1):
-            g -= part.to(tl.float32)
-            part = g.to(tl.bfloat16)
-            total += tl.dot(ones, part)
+    """which @ g for a 0 / 1 matrix; g in PARTS bfloat16 numbers of 8 bits each."""
+    ones, part = tl.where(which, 1.0, 0.0).to(tl.bfloat16), g.to(tl.bfloat16)
+    total = tl.dot(ones, part)
+    for _ in tl.static_range(PARTS - 1):
+        g -= part.to(tl.float32)
+        part = g.to(tl.bfloat16)
+        total += tl.dot(ones, part)
     return total
 
 
@@ -149,7 +143,7 @@ def inverse(A, C: tl.constexpr, PRECISION: tl.constexpr):
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "per_row"])
 def within_kernel(
     q, k, v, g, beta, table, w, u, Qd, Ke, P, M, end,
     T, per_row, H,
