@@ -28,11 +28,13 @@ from dspark.errors import UserError
 from dspark_kernels import adamw as adamw_op
 from dspark_kernels import attn_res, distill_loss, kda, kda_states, law, linear_kda, rng
 from dspark_kernels import kda_decode as kda_decode_op
+from dspark_kernels import kda_linear as kda_linear_op
 from dspark_kernels import latent_write as latent_write_op
 from dspark_kernels import linear_rows as linear_rows_op
 from dspark_kernels import markov_sample as markov_sample_op
 from dspark_kernels import mla_decode as mla_decode_op
 from dspark_kernels import moe_decode as moe_decode_op
+from dspark_kernels import settle as settle_op
 from dspark_kernels import verify_sample as verify_sample_op
 
 P = ParamSpec("P")
@@ -167,6 +169,7 @@ kda_decode = _op("kda_decode", kda_decode_op.kda_decode)
 kda_path = _op("kda_path", kda_decode_op.kda_path)
 kda_states_at = _op("kda_states_at", kda_states.states_at, "kda_states_triton:states_at")
 linear_kda_block = _op("linear_kda_block", linear_kda.block)
+kda_linear = _op("kda_linear", kda_linear_op.kda_linear, "kda_linear_triton:kda_linear")
 linear_kda_norm = linear_kda.norm_of_A
 """|A| of every block and head, for reports."""
 mla_decode = _op("mla_decode", mla_decode_op.mla_decode, "mla_decode_triton:mla_decode")
@@ -197,3 +200,6 @@ distill_pull = _op("distill_pull", distill_loss.pull, "distill_loss_triton:pull"
 adamw = _op("adamw", adamw_op.adamw, "adamw_triton:adamw")
 Moments = adamw_op.Moments
 Rates = adamw_op.Rates
+settle = _op("settle", settle_op.settle, "settle_triton:settle")
+Settled = settle_op.Seats
+LETTER_HEADS = settle_op.HEADS

@@ -20,12 +20,16 @@ from dspark.k3.storage import Storage
 
 @dataclass(frozen=True)
 class LayerBuffers:
-    """Layers that see equally far: which, their ring, and key and value buffers [L, B, J, C, K]."""
+    """Layers that see equally far: which, their ring, and key and value buffers [L, B, J, C, K].
+
+    index holds ``layers`` on the device, None where they are all.
+    """
 
     layers: tuple[int, ...]
     ring: Ring
     keys: Tensor
     values: Tensor
+    index: Tensor | None
 
 
 class AttentionContext(DraftContext):
@@ -59,6 +63,7 @@ class AttentionContext(DraftContext):
     ) -> None:
         super().__init__(batch, max_length, device, weights, storage)
         self.weights: PackedWeights = weights
+        self._count = config.num_layers
         rotary = Rotary.of(config, device, dtype)
         assert rotary is not None
         self.rotary = rotary
@@ -77,9 +82,15 @@ class AttentionContext(DraftContext):
             kinds.append((layers, ring))
             shapes += [(shape, dtype)] * 2
         taken = iter(self._take(shapes))
-        self.buffers = [LayerBuffers(*kind, next(taken), next(taken)) for kind in kinds]
+        self.buffers = [
+            LayerBuffers(*kind, next(taken), next(taken), self._index(kind[0])) for kind in kinds
+        ]
         self.of_layer = self._views()
         self.reach = max(reaches)
+
+    def _index(self, layers: tuple[int, ...]) -> Tensor | None:
+        every = len(layers) == self._count
+        return None if every else torch.tensor(layers, device=self.device)
 
     def _views(self) -> list[tuple[Ring, Tensor, Tensor]]:
         by_layer = {

@@ -31,7 +31,7 @@ from dspark.k3.storage import PrivateStorage
 from dspark.runtime.decode import check_taps
 from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.faults import raise_fault
-from dspark.runtime.graph_frame import HEADS, Drafting, FrameResult, GraphFrame
+from dspark.runtime.graph_frame import Drafting, FrameResult, GraphFrame
 from dspark.runtime.graph_replay import Replay
 from dspark.runtime.graph_seats import Chances, GraphSeats
 from dspark.runtime.k3_target import K3Target
@@ -97,7 +97,7 @@ class GraphDecoder:
         target, drafter, length = self.target, self.drafter, self.length
         room = self.max_length
         self.cache: StaticCache = self.decoder.new_cache(seats, room, length + 1, slots=length > 0)
-        self.seats = GraphSeats(seats, target.vocab_size, target.device)
+        self.seats = GraphSeats(seats, target.vocab_size, target.device, length)
         self.drafting: Drafting | None = None
         if drafter is not None:
             context = drafter.new_context(seats, room + length + 1, PrivateStorage())
@@ -273,7 +273,7 @@ class _Run:
         table, _ = frame.mail.read()
         drafter, drafted = self.decoder.drafter, self.decoder.length
         confident = drafter is not None and drafter.confidence_head is not None
-        cuts = [HEADS, drafted, drafted, drafted if confident else 0]
+        cuts = [ops.LETTER_HEADS, drafted, drafted, drafted if confident else 0]
         spent = Spent(0.0, frame.span.seconds(), 0.0, drafted + 1)
         for seat, (text, numbers) in enumerate(zip(frame.texts, table, strict=True)):
             if text is None or self.seated[seat] is not text:

@@ -2,12 +2,11 @@
 
     draft     block pass of the drafter, sequential head
     verify    target pass over [anchor, x_1..x_L], verdict
-    commit    accepted rows in cache and draft context, next anchor, tokens left
+    settle    what was accepted, the next anchor, tokens left; the drafter's context reads the rest
 
 A frame without a drafter is a plain step: one row, one token. No tensor here is read by the host
-and no shape depends on a value. What the host will want to know leaves as a letter:
-
-    [accepted, next token, level, -1, -1, fault, sent] + tokens + entropy + confidence, float64
+and no shape depends on a value. What the host will want to know leaves as a letter
+(`dspark_kernels.settle`).
 
 Letters: B seats, L primaries sent, N taps, D hidden.
 """
@@ -29,12 +28,7 @@ from dspark.k3.static.cache import StaticCache
 from dspark.k3.static.decode import StaticDecoder, StepOutput
 from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.faults import fault_of
-from dspark.runtime.frame_step import keep
 from dspark.runtime.graph_seats import Chances, GraphSeats
-from dspark.runtime.records import Verdict
-
-HEADS = 7
-"""Numbers of a letter before its tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,36 +105,46 @@ class GraphFrame:
 
     def run(self) -> FrameResult:
         """Queue the whole frame."""
-        seats, cache, length = self.seats, self.cache, self.length
+        seats, cache = self.seats, self.cache
         draft = None
         tokens = seats.anchor.unsqueeze(1)
-        if self.drafting is not None and length:
-            draft = self.drafting.propose(seats, length, self.chances)
+        if self.drafting is not None and self.length:
+            draft = self.drafting.propose(seats, self.length, self.chances)
             tokens = torch.cat((tokens, draft.tokens), dim=1)
         taps = None if self.drafting is None else self.drafting.drafter.taps
         out = self.decoder.step(tokens, cache, taps=taps)
-        sent = (seats.left - 1).clamp(0, length)
-        verdict = self._judge(out, tokens[:, 1:], sent, draft)
-        kept = keep(tokens[:, 1:], verdict, seats.left, seats.ends)
-        cache.commit(kept.count)
+        judged = self._judge(out, tokens[:, 1:], draft)
+        count, letter = ops.settle(
+            tokens[:, 1:],
+            judged.accepted,
+            judged.next_token,
+            judged.level,
+            judged.fault if draft is None else self._fault(draft, judged.fault),
+            seats.ends,
+            ops.Settled(
+                seats.anchor,
+                seats.left,
+                seats.sent,
+                cache.lengths,
+                None if cache.folds else cache.accepted,
+            ),
+            None if draft is None else draft.entropy,
+            None if draft is None or draft.confidence is None else self._confidence(draft),
+        )
         if self.drafting is not None:
             assert out.taps is not None
-            self.drafting.drafter.extend(self.drafting.context, out.taps, kept.count)
-        seats.anchor.copy_(verdict.next_token)
-        seats.left.copy_(kept.left)
-        return FrameResult(self._letter(verdict, sent, draft), out.chosen)
+            self.drafting.drafter.extend(self.drafting.context, out.taps, count)
+        return FrameResult(letter, out.chosen)
 
-    def _judge(
-        self, out: StepOutput, tokens: Tensor, sent: Tensor, draft: ops.Drafted | None
-    ) -> Verdict:
+    def _judge(self, out: StepOutput, tokens: Tensor, draft: ops.Drafted | None) -> ops.Judged:
         logits = self.decoder.logits(out.last)[..., : self.vocab_size]
         chances, seats = self.chances, self.seats
         position, count = self.cache.lengths, tokens.shape[1] + 1
         sampled = draft is not None and not chances.sampling.greedy
-        judged = ops.verify_sample(
+        return ops.verify_sample(
             logits,
             tokens,
-            sent,
+            seats.sent,
             scores=draft.scores if draft is not None and sampled else None,
             law=draft.law if draft is not None and sampled else None,
             coins=chances.coins(seats.seed, position, ops.JUDGE_STREAM, count),
@@ -149,33 +153,15 @@ class GraphFrame:
             top_p=chances.top_p,
             where=None if self.drafting is None else self.drafting.head.where,
         )
-        none = torch.full_like(judged.accepted, -1)
-        fault = judged.fault
-        if draft is not None:
-            drafters = -fault_of(draft.peak.unsqueeze(-1))
-            fault = torch.where(drafters != 0, drafters, fault)
-        return Verdict(judged.accepted, judged.next_token, judged.level, none, none, fault)
 
-    def _letter(self, verdict: Verdict, sent: Tensor, draft: ops.Drafted | None) -> Tensor:
-        heads = [
-            verdict.accepted,
-            verdict.next_token,
-            verdict.level,
-            verdict.sibling,
-            verdict.sibling_row,
-            verdict.fault,
-            sent,
-        ]
-        parts = [torch.stack(heads, dim=1)]
-        if draft is not None and self.drafting is not None:
-            parts += [draft.tokens, draft.entropy]
-            if draft.confidence is not None:
-                parts.append(self._confidence(draft.confidence))
-        return torch.cat([part.double() for part in parts], dim=1)
+    def _fault(self, draft: ops.Drafted, targets: Tensor) -> Tensor:
+        drafters = -fault_of(draft.peak.unsqueeze(-1))
+        return torch.where(drafters != 0, drafters, targets)
 
-    def _confidence(self, scores: Tensor) -> Tensor:
+    def _confidence(self, draft: ops.Drafted) -> Tensor:
         assert self.drafting is not None
+        assert draft.confidence is not None
         calibration = self.drafting.drafter.calibration
         if calibration is None:
-            return torch.sigmoid(scores.float())
-        return calibration.confidence(scores, self.chances.sampling)
+            return torch.sigmoid(draft.confidence.float())
+        return calibration.confidence(draft.confidence, self.chances.sampling)

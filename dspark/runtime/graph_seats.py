@@ -1,6 +1,7 @@
 """What a captured frame knows of its requests, in tensors that stay where they are.
 
     anchor, left [B] int64     last token, not yet read by the target; tokens that may still come
+    sent [B] int64             primaries of the next frame, min(left - 1, L)
     ends [B, V] bool           marks the ids that end the text
     seed [B] int64             names the request's random numbers
 
@@ -8,7 +9,7 @@ A seat with ``left`` = 0 is idle: whatever a frame computes for it is dropped. R
 function of seed, place in the text and what they are for, so a text depends neither on its seat nor
 on its neighbours.
 
-Letters: B seats, V vocab.
+Letters: B seats, L primaries, V vocab.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from dspark.runtime.sampling import SamplingParams, request_seed
 
 
 class GraphSeats:
-    """B seats for texts over `vocab` ids."""
+    """B seats for texts over `vocab` ids and frames of `length` primaries."""
 
-    def __init__(self, batch: int, vocab: int, device: torch.device) -> None:
+    def __init__(self, batch: int, vocab: int, device: torch.device, length: int = 0) -> None:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
+        self.length = length
         self.anchor, self.left, self.seed = zeros(batch), zeros(batch), zeros(batch)
+        self.sent = zeros(batch)
         self.ends = torch.zeros(batch, vocab, dtype=torch.bool, device=device)
 
     @property
@@ -44,12 +47,14 @@ class GraphSeats:
         """A request whose first token is known takes a seat."""
         self.anchor[seat] = anchor[0]
         self.left[seat] = left
+        self.sent[seat] = max(0, min(left - 1, self.length))
         self.seed[seat] = request_seed(seed, index)
         self.ends[seat] = marks(ends, self.ends[seat])
 
     def leave(self, seat: int) -> None:
         """The seat is idle from the next frame on."""
         self.left[seat] = 0
+        self.sent[seat] = 0
 
 
 class Chances:
