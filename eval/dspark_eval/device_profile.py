@@ -18,6 +18,9 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "hipStr
 EVENT_WAITS = ("cudaEventSynchronize", "hipEventSynchronize")
 
 
+_END = "dspark: all queued"
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One kernel: launches and microseconds per unit of work."""
@@ -83,21 +86,21 @@ def profile(run: Callable[[], None], units: int) -> DeviceProfile:
 
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as seen:
+    with torch.profiler.profile(activities=activities, acc_events=True) as seen:
         run()
-        waits = _Waits()
-        torch.cuda.synchronize()
+        with torch.profiler.record_function(_END):
+            torch.cuda.synchronize()
     events = list(seen.events() or [])
+    end = next(event.time_range.start for event in events if event.name == _END)
+    called = [event.name for event in events if event.time_range.start < end]
     spans, by_name = [], defaultdict(lambda: [0.0, 0.0])
     for event in events:
-        if event.device_type != torch.autograd.DeviceType.CUDA or event.name == "":
+        if event.device_type != torch.autograd.DeviceType.CUDA or event.name == _END:
             continue
-        start, end = event.time_range.start, event.time_range.end
-        spans.append((start, end))
+        span = (event.time_range.start, event.time_range.end)
+        spans.append(span)
         by_name[event.name][0] += 1
-        by_name[event.name][1] += end - start
-    for event in events:
-        waits.count(event.name)
+        by_name[event.name][1] += span[1] - span[0]
     busy, idle = _union(spans)
     kernels = sorted(
         (Kernel(name, n / units, us / units) for name, (n, us) in by_name.items()),
@@ -107,19 +110,10 @@ def profile(run: Callable[[], None], units: int) -> DeviceProfile:
         launches=len(spans) / units,
         busy_us=busy / units,
         idle_us=idle / units,
-        waits=max(0.0, waits.whole - 1) / units,  # the last is this function's own
-        event_waits=waits.events / units,
+        waits=sum(name in WAITS for name in called) / units,
+        event_waits=sum(name in EVENT_WAITS for name in called) / units,
         kernels=tuple(kernels),
     )
-
-
-class _Waits:
-    def __init__(self) -> None:
-        self.whole = self.events = 0
-
-    def count(self, name: str) -> None:
-        self.whole += name in WAITS
-        self.events += name in EVENT_WAITS
 
 
 def _union(spans: list[tuple[float, float]]) -> tuple[float, float]:
