@@ -6,16 +6,16 @@ back and Z = beta (V - Kd S), U = M Z:
     dZ = M^T dU ;  dV = beta dZ ;  dKd = -beta dZ S^T ;  dQd = dO S^T ;  dKe = U dS'^T
     dP = dO U^T  (j <= r) ;  dA = -dZ U^T  (j < r)
 
-(dM never appears: dA = -M^T dM M^T with dM = dU Z^T.) Through D = exp(G_r - G_j), level by level:
+(dM never appears: dA = -M^T dM M^T with dM = dU Z^T.) With D = exp(G_r - G_j), level by level:
 
     dq_r  = sum_j dP k_j D + dQd exp(G_r)
     dk_r  = beta_r sum_j dA k_j D + dKd exp(G_r)                          as a row
           + sum_r D (dP q_r + dA beta_r k_r) + dKe exp(G_64 - G)          as a column
-    dG_r  = q_r dq_r + k_r (dk_r as a row - dk_r as a column)
-    dG_64 += exp(G_64) sum_v S dS' + sum_j k_j dKe_j exp(G_64 - G_j)
-    dbeta = sum_v dZ V - sum_d Kd (dZ S^T) + sum_j dA A / beta ;  dg_i = sum_(r >= i) dG_r
+    dbeta = sum_v dZ V - sum_d Kd (dZ S^T) + sum_j dA A / beta
 
-A row's own pair, j = r, has no decay and is left out of dG, where its two sides only cancel.
+An exponent is a sum of g, so its gradient, row times dq and dk, goes to every g in that sum, by the
+transposed 0 / 1 matrix: again only sums, no differences. exp(G_64) brings sum_v S dS' to all g.
+A row's own pair, j = r, has no decay.
 """
 
 from __future__ import annotations
@@ -85,17 +85,17 @@ def couplings_kernel(
 
 @triton.jit
 def through_level(
-    q, k, g, b, P, A, dq, as_row, as_column, db, HALF: tl.constexpr, C: tl.constexpr,
+    q, k, g, b, P, A, dq, dk, dg, db, HALF: tl.constexpr, C: tl.constexpr,
     DIRECT: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Adds what the pairs of one level bring; P and A point to the chunk's dP and dA."""
     r, j = tl.arange(0, C), tl.arange(0, C)[None, :]
     distance = add_up(to_middle(r[:, None], j, HALF), g, PARTS)
     if DIRECT:
-        distance *= tl.where(r % (2 * HALF) >= HALF, 1.0, -1.0)[:, None]
-        back = tl.exp(-distance)
+        sign = tl.where(r % (2 * HALF) >= HALF, 1.0, -1.0)[:, None]
+        back = tl.exp(-sign * distance)
         met = (r[:, None] // (2 * HALF) == j // (2 * HALF)) & (j < r[:, None])
-        decay = tl.exp(distance)
+        decay = tl.exp(sign * distance)
     else:
         decay = tl.exp(distance)
         back = decay
@@ -103,16 +103,24 @@ def through_level(
     at = r[:, None] * C + j
     right = k * back
     of_k = tl.load(A + at, mask=met, other=0.0)
-    written = dot(of_k, right, PRECISION) * decay
-    db += tl.sum(written * k, 1)
-    as_row += written * b[:, None]
-    down = dot(tl.trans(of_k), k * decay * b[:, None], PRECISION)
+    as_row = dot(of_k, right, PRECISION) * decay
+    db += tl.sum(as_row * k, 1)
+    as_row *= b[:, None]
+    as_column = dot(tl.trans(of_k), k * decay * b[:, None], PRECISION)
+    moved = k * as_row
     if READS:
         of_q = tl.load(P + at, mask=met, other=0.0)
-        dq += dot(of_q, right, PRECISION) * decay
-        down += dot(tl.trans(of_q), q * decay, PRECISION)
-    as_column += down * back
-    return dq, as_row, as_column, db
+        dqs = dot(of_q, right, PRECISION) * decay
+        dq += dqs
+        moved += q * dqs
+        as_column += dot(tl.trans(of_q), q * decay, PRECISION)
+    as_column *= back
+    if DIRECT:
+        moved = sign * (moved - k * as_column)
+    else:
+        moved += k * as_column
+    dg += add_up(to_middle(j, r[:, None], HALF), moved, PARTS)
+    return dq, dk + as_row + as_column, dg, db
 
 
 @triton.jit
@@ -169,33 +177,29 @@ def rows_kernel(
         dout + batch * o_batch + first * o_row + head * o_head, o_row, r, rows, columns,
         K, V, BK, BV, C, READS, PRECISION,
     )  # fmt: skip
-    total = tl.exp(add_up(r[None, :] <= r[:, None], gs, PARTS))
-    as_row = dKd * total
-    db = tl.sum(as_row * ks, 1)
-    as_row *= b[:, None]
-    as_column = dKe * tl.exp(add_up(r[None, :] > r[:, None], gs, PARTS))
-    of_end = tl.load(end + tile * K + columns, mask=columns < K, other=0.0) * flow
-    of_end += tl.sum(ks * as_column, 0)
+    i, j = r[:, None], r[None, :]
+    total = tl.exp(add_up(j <= i, gs, PARTS))
     dqs = dQd * total
+    dks = dKd * total
+    db = tl.sum(dks * ks, 1)
+    dks *= b[:, None]
+    dgs = add_up(j >= i, qs * dqs + ks * dks, PARTS)
+    as_column = dKe * tl.exp(add_up(j > i, gs, PARTS))
+    dks += as_column
+    of_end = tl.load(end + tile * K + columns, mask=columns < K, other=0.0) * flow
+    dgs += add_up(j < i, ks * as_column, PARTS) + of_end[None, :]
     P, A = dP + tile * C * C, dA + tile * C * C
     for level in tl.static_range(2 if BOUNDED else 6):
-        dqs, as_row, as_column, db = through_level(
-            qs, ks, gs, b, P, A, dqs, as_row, as_column, db, C >> (level + 1), C,
-            False, READS, PRECISION, PARTS,
-        )  # fmt: skip
+        dqs, dks, dgs, db = through_level(qs, ks, gs, b, P, A, dqs, dks, dgs, db, C >> (level + 1),
+                                          C, False, READS, PRECISION, PARTS)  # fmt: skip
     if BOUNDED:
-        dqs, as_row, as_column, db = through_level(
-            qs, ks, gs, b, P, A, dqs, as_row, as_column, db, 8, C, True, READS, PRECISION, PARTS
-        )
-    dG = ks * (as_row - as_column)
+        dqs, dks, dgs, db = through_level(qs, ks, gs, b, P, A, dqs, dks, dgs, db, 8,
+                                          C, True, READS, PRECISION, PARTS)  # fmt: skip
     own = (batch * T + first) * H + head
     if READS:
-        dG += qs * dqs
         self = tl.load(P + r * (C + 1))[:, None].to(tl.float32)
-        as_column += self * qs
+        dks += self * qs
         put_rows(dq + own * K, dqs + self * ks, H * K, r, rows, columns, K)
-    dgs = add_up(r[None, :] >= r[:, None], dG, PARTS) + of_end[None, :]
-    dks = as_row + as_column
     if MORE:
         dks += tile_of(more_dk + tile * C * K, r, columns, K)
         dgs += tile_of(more_dg + tile * C * K, r, columns, K)
