@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dspark.draft import flex, sight
@@ -57,6 +58,30 @@ def test_the_predicate_is_the_mask_of_the_groups(seen: Sight, per_group: int) ->
         assert torch.equal(own[..., queries], mask[:, 0, :, length:])
         own[..., queries] = False
         assert not own.any()
+
+
+@pytest.mark.parametrize("seen", [*SIGHTS, Sight(20, False)], ids=str)
+@pytest.mark.parametrize(("length", "count", "slots"), [(100, 20, 7), (64, 9, 5), (130, 33, 3)])
+def test_tiles_miss_nothing_and_claim_nothing_that_is_not_there(
+    seen: Sight, length: int, count: int, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex, "TILE", 16)
+    torch.manual_seed(0)
+    valid = torch.arange(length) < torch.tensor([length, length * 2 // 3])[:, None]
+    anchors = torch.stack([torch.randperm(length - 1)[:count].sort().values for _ in range(2)])
+    anchors[1, -2:] = 0  # dummies
+    queries, keys = count * slots, length + count * slots
+    grid = torch.meshgrid(torch.arange(2), torch.arange(queries), torch.arange(keys), indexing="ij")
+    whole = mask_predicate(seen, valid, anchors, slots)(grid[0], grid[0], grid[1], grid[2])
+    some, every = flex.tiles(seen, valid, anchors, slots)
+    for filler, claim in ((False, some), (True, every)):
+        padded = F.pad(whole, (0, -keys % 16, 0, -queries % 16), value=filler)
+        tiled = padded.unflatten(1, (-1, 16)).unflatten(3, (-1, 16)).transpose(2, 3)
+        held = tiled.flatten(3).all(-1) if filler else tiled.flatten(3).any(-1)
+        assert not (claim & ~held if filler else held & ~claim).any()
+        if not filler:
+            assert claim.sum() <= 1.4 * held.sum()
+    assert every.any() or length < 100 or seen.window is not None
 
 
 @pytest.mark.parametrize("config", [CONFIG, SLIDING], ids=["full", "sliding"])

@@ -17,6 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -73,15 +74,64 @@ def mask_predicate(
     return sees
 
 
-def block_mask(sight: Sight, valid: Tensor, anchors: Tensor, slots: int) -> BlockMask:
-    """The predicate with the tiles that hold anything, computed once a pass."""
-    from torch.nn.attention.flex_attention import create_block_mask
+TILE = 128
+"""Queries and keys of a tile of the mask."""
 
-    batch, queries = len(anchors), anchors.shape[1] * slots
-    return create_block_mask(
-        mask_predicate(sight, valid, anchors, slots),
-        batch, None, queries, valid.shape[1] + queries, device=str(valid.device),
+
+def block_mask(sight: Sight, valid: Tensor, anchors: Tensor, slots: int) -> BlockMask:
+    """The predicate with the tiles that hold anything, computed once a pass.
+
+    A tile is left out, or computed without the predicate, by the smallest and largest anchor among
+    its queries: asking the predicate about every element takes longer than the attention does.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    queries, keys = anchors.shape[1] * slots, valid.shape[1] + anchors.shape[1] * slots
+    some, every = tiles(sight, valid, anchors, slots)
+    partial = _ordered(some & ~every)
+    whole = _ordered(every)
+    return BlockMask.from_kv_blocks(
+        *partial, *whole, BLOCK_SIZE=TILE, seq_lengths=(queries, keys),
+        mask_mod=mask_predicate(sight, valid, anchors, slots),
     )  # fmt: skip
+
+
+def tiles(sight: Sight, valid: Tensor, anchors: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """Tiles [B, queries / TILE, keys / TILE] that may hold anything, and that hold everything."""
+    length, count = valid.shape[1], anchors.shape[1] * slots
+    device = valid.device
+
+    def starts(total: int) -> Tensor:
+        return torch.arange(0, total, TILE, device=device)
+
+    first_q = starts(count)
+    last_q = (first_q + TILE).clamp(max=count) - 1
+    first_k = starts(length + count)
+    last_k = (first_k + TILE).clamp(max=length + count) - 1
+    of_rows = anchors.repeat_interleave(slots, 1)
+    padding = -count % TILE
+    lowest = F.pad(of_rows, (0, padding), value=length).unflatten(1, (-1, TILE)).amin(-1)
+    highest = F.pad(of_rows, (0, padding), value=0).unflatten(1, (-1, TILE)).amax(-1)
+    lowest, highest = lowest[..., None], highest[..., None]
+    real = F.pad(valid, (0, -length % TILE)).unflatten(1, (-1, TILE))
+    real = F.pad(real, (0, 0, 0, len(first_k) - real.shape[1]))
+    any_real, all_real = real.any(-1)[:, None], real.all(-1)[:, None]
+    some = (first_k < highest) & any_real
+    every = (last_k < lowest) & all_real
+    if sight.window is not None:
+        some = some & (last_k >= lowest - sight.window)
+        every = every & (first_k >= highest - sight.window)
+    # Among the blocks: tiles whose blocks meet. None of them is whole.
+    own = (last_k >= length) & ((last_k - length) // slots >= first_q[:, None] // slots)
+    own = own & ((first_k - length).clamp(min=0) // slots <= last_q[:, None] // slots)
+    return some | own, every
+
+
+def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tiles each row of tiles has, and which, those first: int32 with a head dimension."""
+    count = chosen.sum(-1, dtype=torch.int32)
+    order = chosen.int().argsort(dim=-1, descending=True, stable=True).int()
+    return count[:, None], order[:, None]
 
 
 def flex_attend(

@@ -82,7 +82,8 @@ Region = Callable[..., Any]
 @cache
 def _compiled(eps: float, head_dim: int, act: str) -> tuple[Region, Region]:
     regions = _regions(eps, head_dim, act)
-    return tuple(torch.compile(each, dynamic=True) for each in regions)  # type: ignore[return-value]
+    options = {"triton.coalesce_tiling_analysis": False}  # fails on symbolic sizes in torch 2.11
+    return tuple(torch.compile(each, dynamic=True, options=options) for each in regions)  # type: ignore[return-value]
 
 
 def _regions(eps: float, head_dim: int, act: str) -> tuple[Region, Region]:

@@ -1,9 +1,9 @@
 """Triton kernels of `distill_loss`: a program per slot sweeps its row of logits.
 
 `terms` sweeps twice, for the softmaxes' sums and for the terms, `pull` once. A row of both models
-is 0.6 MB at V = 152k, so that the second sweep finds part of it in the cache. The running maximum
-is one number of a program and the sums are kept per lane, so that a tile costs one exponential a
-logit and one reduction. No atomics: the same numbers every time.
+is 0.6 MB at V = 152k, so that the second sweep finds part of it in the cache. Each lane takes eight
+neighbours at a time and has a running maximum and sum of its own: threads meet once a row, and an
+exponential more for eight logits is what that costs. No atomics: the same numbers every time.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def pull(
 
 
 def _tile(vocabulary: int, most: int) -> int:
-    return min(most, triton.next_power_of_2(vocabulary))
+    return max(8, min(most, triton.next_power_of_2(vocabulary)))
 
 
 @triton.jit
@@ -82,22 +82,38 @@ def _row(base, stride, index, columns, V: tl.constexpr):
 
 @triton.jit
 def _widen(largest, total, logits):
-    """Take a tile into a running sum of exponentials: its maximum, and sums per lane below it."""
-    higher = tl.maximum(largest, tl.max(logits, 0))
-    return higher, total * tl.exp(largest - higher) + tl.exp(logits - higher)
+    """Take a tile [lanes, 8] into sums of exponentials of every lane, below its own maximum."""
+    higher = tl.maximum(largest, tl.max(logits, 1))
+    added = tl.sum(tl.exp(logits - higher[:, None]), 1)
+    return higher, total * tl.exp(largest - higher) + added
+
+
+@triton.jit
+def _joined(largest, total):
+    """log sum exp of all lanes."""
+    highest = tl.max(largest, 0)
+    return highest + tl.log(tl.sum(total * tl.exp(largest - highest), 0))
 
 
 @triton.jit
 def _sums(z, target, z_stride, t_stride, slot, row, V: tl.constexpr, TILE: tl.constexpr):
     """log sum exp of both rows; the same operations for both, so that equal rows come out equal."""
-    lanes = tl.arange(0, TILE)
-    top_z, sum_z = -float("inf"), tl.zeros((TILE,), tl.float32)
-    top_t, sum_t = -float("inf"), tl.zeros((TILE,), tl.float32)
+    top_z, top_t = (
+        tl.full((TILE // 8,), -1e38, tl.float32),
+        tl.full((TILE // 8,), -1e38, tl.float32),
+    )
+    sum_z, sum_t = tl.zeros((TILE // 8,), tl.float32), tl.zeros((TILE // 8,), tl.float32)
     for start in range(0, V, TILE):
-        columns = start + lanes
+        columns = start + _places(TILE)
         top_z, sum_z = _widen(top_z, sum_z, _row(z, z_stride, slot, columns, V))
         top_t, sum_t = _widen(top_t, sum_t, _row(target, t_stride, row, columns, V))
-    return top_z + tl.log(tl.sum(sum_z, 0)), top_t + tl.log(tl.sum(sum_t, 0))
+    return _joined(top_z, sum_z), _joined(top_t, sum_t)
+
+
+@triton.jit
+def _places(TILE: tl.constexpr):
+    """Columns of a tile, eight neighbours a lane: [TILE / 8, 8]."""
+    return tl.arange(0, TILE // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
 
 
 @triton.jit
@@ -115,24 +131,23 @@ def _terms(
     slot = tl.program_id(0)
     row, label = tl.load(rows + slot), tl.load(labels + slot)
     norm_q, norm_p = _sums(z, target, z_stride, t_stride, slot, row, V, TILE)
-    lanes = tl.arange(0, TILE)
-    gap, overlap = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
-    pulled = tl.zeros((TILE,), tl.float32)
-    forward, backward = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
+    nothing = tl.zeros((TILE // 8,), tl.float32)
+    gap, overlap, pulled = nothing, nothing, nothing
+    forward, backward = nothing, nothing
     tiles: tl.constexpr = (V + TILE - 1) // TILE
     for step in range(tiles):
         # From the end, where the first sweep's last tiles are still in the cache.
-        columns = (tiles - 1 - step) * TILE + lanes
+        columns = (tiles - 1 - step) * TILE + _places(TILE)
         log_q = _row(z, z_stride, slot, columns, V) - norm_q
         log_p = _row(target, t_stride, row, columns, V) - norm_p
         q, p, higher = _compared(log_q, log_p)
-        gap += tl.abs(p - q)
-        overlap += tl.minimum(p, q)
-        pulled += q * higher
+        gap += tl.sum(tl.abs(p - q), 1)
+        overlap += tl.sum(tl.minimum(p, q), 1)
+        pulled += tl.sum(q * higher, 1)
         if DIVERGENCES:
             ratio = log_p - log_q
-            forward += p * ratio
-            backward -= q * ratio
+            forward += tl.sum(p * ratio, 1)
+            backward -= tl.sum(q * ratio, 1)
     shared = tl.maximum(tl.sum(overlap, 0), 1.1754943508222875e-38)
     at_label = tl.load(z + slot.to(tl.int64) * z_stride + label).to(tl.float32)
     tl.store(values + slot, norm_q - at_label)
