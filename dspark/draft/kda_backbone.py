@@ -19,12 +19,9 @@ from dspark.draft.attention import gated, rms_norm
 from dspark.draft.config import DraftConfig
 from dspark.draft.kda import (
     KDALayer,
-    block_heads,
     context_heads,
-    gated_norm,
     kda_shape,
     log_decay,
-    slot_softmax,
     wide,
 )
 from dspark.draft.kda_context import KDAContext
@@ -129,21 +126,15 @@ class KDABackbone:
         self, hidden: Tensor, layer: PackedKDALayer, state: Tensor, window: Tensor, slots: int
     ) -> Tensor:
         """What the layer's heads answer, [B*G, H*K], before the output projection."""
-        config, bound = self.config, self.shape.gate_lower_bound
-        heads, width = config.num_attention_heads, config.num_attention_heads * config.head_dim
+        config, shape = self.config, self.shape
         normed = rms_norm(hidden, layer.attention_norm, config.rms_norm_eps)
-        split = (3 * width, width, self.shape.gate_rank, heads)
-        inputs = (normed @ layer.inputs).view(-1, slots, sum(split)) + layer.slots
-        rows, gate, low, beta = inputs.split(split, -1)
-        q, k, v = block_heads(torch.cat((window, rows), 1), layer.conv, heads)
-        f = (low @ layer.decay).view(k.shape)
-        g = log_decay(f, layer.dt_bias, layer.rate, bound)
-        beta = wide(beta).sigmoid()
-        out = ops.linear_kda_block(q, k, v, g, beta, state, self.shape.order, None, bound)
-        if layer.sharpness is not None and layer.gain is not None:
-            out = out + layer.gain * slot_softmax(q, k, v, layer.sharpness)
-        out = gated_norm(out, layer.output_norm, gate.reshape(out.shape), config.rms_norm_eps)
-        return out.to(hidden.dtype).view(-1, width)
+        inputs = (normed @ layer.inputs).view(-1, slots, layer.inputs.shape[1]) + layer.slots
+        mixed = ops.kda_linear(
+            inputs, window, layer.conv, layer.decay, layer.dt_bias, layer.rate, layer.output_norm,
+            state, shape.order, shape.gate_lower_bound, config.rms_norm_eps,
+            layer.sharpness, layer.gain,
+        )  # fmt: skip
+        return mixed.flatten(0, 1)
 
     def _pack(self) -> PackedKDA:
         stamp = weight_stamp(self.layers.parameters())

@@ -72,9 +72,9 @@ class KDAContext(DraftContext):
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """State [B, H, K, K] and window [B, W-1, 3*H*K] of one layer."""
+        """State [B, H, K, K] and window [B, W-1, 3, H*K] of one layer, views both."""
         state = self.state[:, index * self.heads : (index + 1) * self.heads]
-        return state, self.window[:, :, :, index].flatten(2)
+        return state, self.window[:, :, :, index]
 
     def _write_row(self, row: int, other: KDAContext | None) -> None:
         if self._storage is None:

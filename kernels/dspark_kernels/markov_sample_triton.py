@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dspark_kernels.interpreted_floats import exact_floats
 from dspark_kernels.law import Law
 from dspark_kernels.law_triton import (
     BELOW_ONE,
@@ -31,13 +32,15 @@ from dspark_kernels.law_triton import (
 )
 from dspark_kernels.markov_sample import Drafted
 
+exact_floats()
+
 BLOCK, ROWS_AT_ONCE = 128, 16
 """Tokens of a tile and, where there is more than one, rows of the batch per program."""
 
 
 @triton.jit
 def _bias(w1, w2, prev, live, x, inside, RANK: tl.constexpr, ROWS: tl.constexpr,
-          BLOCK: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+          BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     """W_2[x] . W_1[prev], [BLOCK, ROWS] float32."""
     total = tl.zeros([BLOCK, ROWS], tl.float32)
     for start in tl.static_range(0, RANK, CHUNK):
@@ -48,11 +51,8 @@ def _bias(w1, w2, prev, live, x, inside, RANK: tl.constexpr, ROWS: tl.constexpr,
         code = tl.load(at, live[:, None] & here[None, :], 0.0)
         if ROWS == 1:
             total += tl.sum(w.to(tl.float32) * code.to(tl.float32), 1)[:, None]
-        elif WIDE:
-            code = tl.trans(code).to(tl.float32)
-            total = tl.dot(w.to(tl.float32), code, total, input_precision="ieee")
         else:
-            total = tl.dot(w, tl.trans(code), total)
+            total = tl.dot(w, tl.trans(code), total, input_precision="ieee")
     return total
 
 
@@ -61,7 +61,7 @@ def _scores(  # type: ignore[no-untyped-def]
     logits, anchor, tokens, w1, w2, temperature, scores, peaks, bests, masses, flats, slopes,
     slot, batch, width, tiles, row_stride, slot_stride,
     SLOTS: tl.constexpr, RANK: tl.constexpr, WARM: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     tile = tl.program_id(1)
@@ -72,7 +72,7 @@ def _scores(  # type: ignore[no-untyped-def]
     s = tl.load(at, mask=both, other=0.0).to(tl.float32)
     prev = tl.load(anchor + rows, mask=live & (slot == 0), other=0)
     prev += tl.load(tokens + rows * SLOTS + slot - 1, mask=live & (slot > 0), other=0)
-    s += _bias(w1, w2, prev, live, x, inside, RANK, ROWS, BLOCK, CHUNK, WIDE)
+    s += _bias(w1, w2, prev, live, x, inside, RANK, ROWS, BLOCK, CHUNK)
     out = rows * SLOTS + slot
     tl.store(scores + out[None, :] * width + x[:, None], s, mask=both)
     s = tl.where(both, s, float("-inf"))
@@ -182,12 +182,13 @@ def markov_sample(
     block: int = BLOCK,
     chunk: int = 256,
     warps: int = 4,
+    rows: int | None = None,
 ) -> Drafted:
     """See `markov_sample.markov_sample`. Keywords: what a sweep varies."""
     batch, slots, width = base.shape
     tiles, device = triton.cdiv(width, block), base.device
     out = _outputs(batch, slots, width, device)
-    rows = 1 if batch == 1 else ROWS_AT_ONCE
+    rows = rows or (1 if batch == 1 else ROWS_AT_ONCE)
     sums = Tiles(
         *(
             torch.empty(batch, tiles, dtype=t, device=device)
@@ -200,7 +201,6 @@ def markov_sample(
     flats, slopes = torch.empty(2, batch, tiles, device=device)
     warm, cut = temperature is not None, top_k is not None or top_p is not None
     rank = w1.shape[1]
-    # The interpreter's dot takes no bfloat16.
     chunk = min(chunk, max(16, triton.next_power_of_2(rank)))
     for slot in range(slots):
         _scores[(triton.cdiv(batch, rows), tiles)](
@@ -208,7 +208,6 @@ def markov_sample(
             sums.peaks, bests, sums.masses, flats, slopes,
             slot, batch, width, tiles, base.stride(0), base.stride(1),
             SLOTS=slots, RANK=rank, WARM=warm, ROWS=rows, BLOCK=block, CHUNK=chunk,
-            WIDE=w2.dtype == torch.float32 or triton.knobs.runtime.interpret,
             num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
         if cut and temperature is not None:
