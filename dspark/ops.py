@@ -164,8 +164,8 @@ def forget() -> None:
 
 
 kda_chunk = _op("kda_chunk", kda.chunk, "kda_chunk_triton:chunk")
-kda_step = _op("kda_step", kda.step)
-kda_decode = _op("kda_decode", kda_decode_op.kda_decode)
+kda_step = _op("kda_step", kda.step, "kda_step_triton:step")
+kda_decode = _op("kda_decode", kda_decode_op.kda_decode, "kda_decode_triton:kda_decode")
 kda_path = _op("kda_path", kda_decode_op.kda_path)
 kda_states_at = _op("kda_states_at", kda_states.states_at, "kda_states_triton:states_at")
 linear_kda_block = _op("linear_kda_block", linear_kda.block)

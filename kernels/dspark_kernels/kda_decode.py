@@ -13,11 +13,11 @@ same pass over the state. Nothing of a rejected row has to be undone, because no
 
 ``kda_decode`` gives y of the new rows and leaves three things behind, in place: S after the n
 accepted rows, read once and written once; the window behind those; the new rows in the slots. n is
-a tensor: no shape depends on what was accepted. After a tree of rows ``kda_path`` moves the accepted
-ones to the front, in all layers at once.
+a tensor: no shape depends on what was accepted. After a tree of rows ``kda_path`` moves the
+accepted ones to the front, in all layers at once.
 
-Letters: B batch, T new rows, R slots, H heads, K key width, V value width, C = 2 H K + H V channels,
-W width of the convolution, N layers, P rows of a path.
+Letters: B batch, T new rows, R slots, H heads, K key width, V value width, W width of the
+convolution, C = 2 H K + H V channels, N layers, P rows of a path.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def kda_decode(
         conv: [W, C], the oldest tap first. A_log: [H]. dt_bias: [H K]. norm: [V]. All float32.
         eps: Of the RMS norm.
         lower_bound: Of the gate; None: its softplus form.
-        upto: [B or 1, T, T] bool, row j is row t or one of its ancestors. None: each new row follows
-            the one before it.
+        upto: [B or 1, T, T] bool, row j is row t or one of its ancestors. None: each new row
+            follows the one before it.
         taps: [B or 1, T, W] int64, goes with ``upto``: where the convolution of each row reads,
             oldest first, itself last, in the last W-1 rows before the new ones and the new ones.
         fold: The new rows are accepted already, as in plain decoding: state and window go past
