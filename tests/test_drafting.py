@@ -183,6 +183,7 @@ def test_relaxed_prints_its_distance_and_accuracy_beside_its_numbers(pair, capsy
     assert run["acceptance_rate"] == 1  # everything passes
     print_bench([run])
     shown = capsys.readouterr().out
+    assert "…" not in shown  # nothing is cut at the 80 columns of a pipe
     assert "RELAXED: TV" in shown
     assert "RELAXED acceptance, not the target's distribution" in shown
     document = evaluate(pair, relaxed=True, temperature=1.0)

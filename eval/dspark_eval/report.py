@@ -19,6 +19,7 @@ from rich.table import Table
 
 from dspark.wording import counted
 from dspark_eval.cells import NOT_MEASURED, interval, number, percent, rate
+from dspark_eval.fitting import show
 from dspark_eval.report_notes import (
     cost_lines,
     mismatch_lines,
@@ -28,8 +29,6 @@ from dspark_eval.report_notes import (
     relaxed_line,
     stops_lines,
 )
-
-MINIMUM_WIDTH = 128  # pipes and CI logs report 80 columns or none; a wrapped table is unreadable
 
 Run = dict[str, Any]
 
@@ -49,7 +48,7 @@ def progress(title: str, total: int, quiet: bool = False) -> Iterator[Callable[[
 
 def print_bench(runs: Sequence[Run], console: Console | None = None) -> None:
     """One table, a row for each sampling setting, and the transformers peer where measured."""
-    console = console or _console()
+    console = console or Console()
     first = runs[0]
     table = Table(title=_bench_title(first), title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("decoding", no_wrap=True)
@@ -67,7 +66,7 @@ def print_bench(runs: Sequence[Run], console: Console | None = None) -> None:
     peer = first["extra"]["peer"]
     if peer is not None:
         table.add_row(peer["name"].replace(" (", "\n("), rate(peer["tokens_per_s"]), *[""] * 5)
-    console.print(table)
+    show(console, table)
     for line in _bench_notes(runs):
         console.print(line, highlight=False, soft_wrap=True)
 
@@ -133,7 +132,7 @@ def _bench_notes(runs: Sequence[Run]) -> Iterator[str]:
 
 def print_eval(document: dict[str, Any], console: Console | None = None) -> None:
     """One row for each prompt set, then acceptance by position."""
-    console = console or _console()
+    console = console or Console()
     title = (
         f"{document['drafter']} drafts for {document['target']}: temperature "
         f"{document['temperature']:g}, {policy_words(next(iter(document['suites'].values())))}"
@@ -161,7 +160,7 @@ def print_eval(document: dict[str, Any], console: Console | None = None) -> None
             percent(suite["loop_share"]),
             percent(suite["exact_answers"]),
         )
-    console.print(table)
+    show(console, table)
     for name, suite in document["suites"].items():
         chances = " ".join(number(value, 2) for value in suite["conditional_acceptance"])
         console.print(f"{name}: conditional acceptance by position {chances}", highlight=False)
@@ -184,7 +183,7 @@ def _confidence_line(found: dict[str, Any]) -> str:
 
 def print_calibration(document: dict[str, Any], path: str, console: Console | None = None) -> None:
     """A block for each setting: calibration error of the survival by slot, before and after."""
-    console = console or _console()
+    console = console or Console()
     slots = len(document["settings"][0]["temperatures"])
     title = (
         f"{document['drafter']} drafts for {document['target']}: calibration error of the "
@@ -196,7 +195,7 @@ def print_calibration(document: dict[str, Any], path: str, console: Console | No
         table.add_column(name, justify="right", no_wrap=True)
     for report in document["settings"]:
         _add_setting(table, report)
-    console.print(table)
+    show(console, table)
     for report in document["settings"]:
         console.print(
             f"temperature {report['temperature']:g}: {counted(report['rounds'], 'round')} of "
@@ -236,11 +235,6 @@ def _add_setting(table: Table, report: dict[str, Any]) -> None:
 
 def _percent_interval(bounds: Sequence[float] | None) -> str:
     return "" if bounds is None else f"[{100 * bounds[0]:.1f}, {100 * bounds[1]:.1f}]"
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.width >= MINIMUM_WIDTH else Console(width=MINIMUM_WIDTH)
 
 
 def _same_text(run: Run) -> str:

@@ -115,8 +115,8 @@ def mismatch_lines(run: Mapping[str, Any], name: str) -> Iterator[str]:
         return
     near = sum(entry["near_tie"] for entry in found)
     yield (
-        f"{name}: {counted(len(found), 'answer')} unlike plain decoding's, {near} of them first at a "
-        "near-tie of the two best tokens"
+        f"{name}: {counted(len(found), 'answer')} unlike plain decoding's, {near} of them first at "
+        "a near-tie of the two best tokens"
     )
     for entry in found[:SHOWN_MISMATCHES]:
         yield (
