@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dspark import ops
 from dspark.draft import DraftConfig, DSparkDrafter
 from dspark.draft.checkpoint import load_drafter, save_drafter
 from dspark.draft.kda import DraftKDA
@@ -29,6 +28,7 @@ from dspark.runtime.k3_target import K3Target
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.sampling import SamplingParams
 from dspark_kernels import kda as kernel
+from dspark_kernels import linear_kda
 from tests.k3_tiny import tiny_model
 from tests.tolerance import assert_close
 
@@ -392,7 +392,7 @@ def test_coupling_norms_are_those_the_blocks_meet(monkeypatch: pytest.MonkeyPatc
     norms = drafter.backbone.coupling_norms(embeds, drafter.features(taps), torch.tensor([anchors]))
     assert norms.shape == (2, 1, 2, 3)
     seen: list[Tensor] = []
-    real = ops.linear_kda_block
+    real = linear_kda.block
 
     def watched(*args: object) -> Tensor:
         _, k, _, g, beta = args[:5]
@@ -405,7 +405,7 @@ def test_coupling_norms_are_those_the_blocks_meet(monkeypatch: pytest.MonkeyPatc
         seen.append(torch.linalg.svdvals(A)[0, :, 0])
         return real(*args)
 
-    monkeypatch.setattr(ops, "linear_kda_block", watched)
+    monkeypatch.setattr(linear_kda, "block", watched)
     for at, anchor in enumerate(anchors):
         drafter.block_hidden(embeds[:, at], read(drafter, taps, [anchor]))
         assert_close(norms[:, 0, at], torch.stack(seen), limit=1e-5)
