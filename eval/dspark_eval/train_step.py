@@ -24,7 +24,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import typer
@@ -33,6 +35,7 @@ from dspark import ops
 from dspark.devices import find_device
 from dspark.distill import objective
 from dspark.distill.chat import TrainingRow
+from dspark.distill.loss import distill_loss
 from dspark.distill.presets import preset_overrides
 from dspark.distill.processes import Processes
 from dspark.distill.train_settings import TrainSettings
@@ -41,6 +44,7 @@ from dspark.draft.config import DraftConfig
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
 from dspark.files import atomic_write_json
+from dspark_eval.train_step_peer import measure_plain
 from dspark_eval.train_step_target import HeadTarget, random_states
 
 PARTS = ("forward", "loss", "backward", "update")
@@ -184,12 +188,12 @@ class Clock:
     @contextmanager
     def parts_of(self, trainer: Trainer) -> Iterator[None]:
         """Inside, steps of `trainer` mark the borders of `PARTS`."""
-        loss, gradients = objective.distill_loss, trainer.optimiser.gradients
+        gradients = trainer.optimiser.gradients
         finished: Callable[[], None] = gradients.measure
 
         def timed(*arguments: Any, **named: Any) -> Any:
             self.mark()
-            sums = loss(*arguments, **named)
+            sums = distill_loss(*arguments, **named)
             self.mark()
             return sums
 
@@ -197,20 +201,14 @@ class Clock:
             self.mark()
             finished()
 
-        objective.distill_loss = timed
-        gradients.measure = measured  # type: ignore[method-assign]
-        try:
+        loss = patch.object(objective, "distill_loss", timed)
+        with loss, patch.object(gradients, "measure", measured):
             yield
-        finally:
-            objective.distill_loss = loss
-            gradients.measure = finished  # type: ignore[method-assign]
 
 
 class _HostEvent:
     def __init__(self) -> None:
-        import time
-
-        self.at = time.perf_counter()
+        self.at = perf_counter()
 
     def elapsed_time(self, later: _HostEvent) -> float:
         return (later.at - self.at) * 1e3
@@ -224,6 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cpu | cuda")
     parser.add_argument("--steps", type=int, default=20, help="timed, after three others")
     parser.add_argument("--moments", nargs="+", default=["fp32", "bf16", "int8"])
+    parser.add_argument("--plain", action="store_true", help="also the step as recipes publish it")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args(arguments)
     try:
@@ -233,17 +232,26 @@ def main(arguments: list[str] | None = None) -> int:
         for moments in options.moments:
             found.append(measure(size, device, moments, options.steps))
             gc.collect()
+        plain = measure_plain(size, device, options.steps, WARM_UP) if options.plain else None
     except UserError as error:
         typer.echo(f"error: {error}", err=True)
         return 2
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    document = {"size": asdict(size), "device": name, "torch": torch.__version__, "steps": found}
+    document: dict[str, Any] = {
+        "size": asdict(size),
+        "device": name,
+        "torch": torch.__version__,
+        "steps": found,
+    }
+    document["plain"] = plain
     print(f"{name}, torch {torch.__version__}; {json.dumps(asdict(size))}")
     print(f"{'moments':>9}{'ms':>9}{'GB':>8}" + "".join(f"{part:>10}" for part in PARTS))
     for each in found:
         parts = "".join(f"{each['parts_ms'][part]:>10.2f}" for part in PARTS)
         peak = "-" if each["peak_bytes"] is None else f"{each['peak_bytes'] / 1e9:.2f}"
         print(f"{each['moments']:>9}{each['ms']:>9.2f}{peak:>8}{parts}")
+    if plain is not None:
+        print(f"{'plain':>9}{plain['ms']:>9.2f}{plain['peak_bytes'] / 1e9:>8.2f}")
     if options.json:
         atomic_write_json(options.json, document)
     return 0

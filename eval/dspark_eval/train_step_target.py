@@ -20,7 +20,7 @@ class HeadTarget:
 
     name = "tables"
     num_layers = 0
-    tap_kinds = ("residual",)
+    tap_kinds: tuple[str, ...] = ("residual",)
     end_token_ids: tuple[int, ...] = ()
     max_positions = 1 << 30
     supports_trees = False

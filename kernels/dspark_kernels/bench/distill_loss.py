@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from dspark_kernels import distill_loss
 from dspark_kernels.bench.harness import Case, Thunk
@@ -38,8 +38,8 @@ def _compiled(slots: int, positions: int, vocab: int) -> Thunk:
 
 
 def _call(
-    terms: Callable[..., tuple[Tensor, Tensor]],
-    pull: Callable[..., object],
+    terms: Callable[..., Any],
+    pull: Callable[..., Any],
     slots: int,
     positions: int,
     vocab: int,
@@ -52,7 +52,7 @@ def _call(
     labels = torch.randint(vocab, (slots,), device="cuda")
     worth = torch.tensor([0.1, 0.9, 0, 0, 0], device="cuda")[:, None].repeat(1, slots)
 
-    def both() -> object:
+    def both() -> Any:
         found = terms(z, target, rows, labels, False)
         return pull(z, target, rows, labels, False, found, worth)
 
