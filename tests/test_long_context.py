@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from dspark.runtime.decode import SpeculativeDecoder
 from dspark.runtime.loading import load_target
 from dspark.runtime.policies import Fixed
 from dspark.runtime.sampling import SamplingParams
+from dspark.runtime.target import Target, TargetOutput
 from dspark_eval.acceptance import run_eval
 from dspark_eval.drafting import Drafted
 from dspark_eval.long_context import (
@@ -124,16 +126,33 @@ def test_prompts_read_together_are_answered_as_if_read_alone(
     prompts = [[*common, 7 + i, 11, 13 + i] for i in range(3)]
     settings = {"max_new_tokens": 12, "sampling": SamplingParams(temperature=temperature)}
     whole_block = Drafted(Fixed(BLOCK_SIZE))
+    read = _rows_read(target)
     decode = speculative_after(target, drafter, prompts, drafted=whole_block, **settings)
+    assert read == [300]
     alone = SpeculativeDecoder(target, drafter)
     for index in (0, 2, 1, 0):
+        read.clear()
         together = decode(prompts[index], index)
+        assert read[0] == 3  # what no other prompt has
         expected = alone.generate(prompts[index], seed=index, draft_length=BLOCK_SIZE, **settings)
         assert together.tokens == expected.tokens
-        for read, whole in zip(together.rounds, expected.rounds, strict=True):
-            assert (read.accepted, read.emitted) == (whole.accepted, whole.emitted)
+        for ours, whole in zip(together.rounds, expected.rounds, strict=True):
+            assert (ours.accepted, ours.emitted) == (whole.accepted, whole.emitted)
             # the drafter's own context too: it decides the confidence, accepted or not
-            assert read.confidence == pytest.approx(whole.confidence, abs=1e-5)
+            assert ours.confidence == pytest.approx(whole.confidence, abs=1e-5)
+
+
+def _rows_read(target: Target) -> list[int]:
+    """Grows by the rows of every pass of the target from here on."""
+    seen: list[int] = []
+    forward = target.forward
+
+    def watch(tokens: torch.Tensor, *args: Any, **options: Any) -> TargetOutput:
+        seen.append(tokens.shape[1])
+        return forward(tokens, *args, **options)
+
+    target.forward = watch  # type: ignore[method-assign]
+    return seen
 
 
 # ------------------------------------------------------------------ figures by length

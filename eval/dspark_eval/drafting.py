@@ -17,6 +17,7 @@ from dspark.runtime.judge import Method
 from dspark.runtime.policies import Auto, Policy
 from dspark.runtime.policies.bands import HIGH, LOW, SIBLINGS
 from dspark.runtime.policies.choose import PolicyChoice, make_policy
+from dspark.runtime.prefix_cache import PrefixCache
 from dspark.runtime.proposal import Drafter
 from dspark.runtime.relaxed import Relaxed
 from dspark.runtime.sampling import SamplingParams
@@ -106,9 +107,14 @@ class Drafted:
         return cls(policy, method, Relaxed() if options.relaxed else None)
 
     def decode(
-        self, target: Target, drafter: Drafter, sampling: SamplingParams, max_new_tokens: int
+        self,
+        target: Target,
+        drafter: Drafter,
+        sampling: SamplingParams,
+        max_new_tokens: int,
+        prefix_cache: PrefixCache | None = None,
     ) -> Decode:
-        """Prompt and seed to an answer."""
+        """Prompt and seed to an answer; `prefix_cache`: see `SpeculativeDecoder.generate`."""
         generate = partial(
             SpeculativeDecoder(target, drafter).generate,
             max_new_tokens=max_new_tokens,
@@ -116,6 +122,7 @@ class Drafted:
             policy=self.policy,
             method=self.method,
             relaxed=self.relaxed,
+            prefix_cache=prefix_cache,
         )
         return lambda prompt, seed: generate(prompt, seed=seed)
 

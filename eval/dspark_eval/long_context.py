@@ -11,8 +11,8 @@ wrong nearly all answers after even one; repeated first tokens it reads unharmed
 how a drafter follows a target in text that neither knows, `padded` what length alone does. Exact
 answers stand beside every figure.
 
-All prompts of such a set begin alike. What they share is read once; each prompt then starts from a
-copy of the filled cache and context, as if it had been read from the start.
+All prompts of such a set begin alike. What they share is read once and kept in a prefix cache, from
+which every prompt goes on as if it had been read from the start.
 """
 
 from __future__ import annotations
@@ -21,14 +21,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, cast
-
-import torch
 
 from dspark.distill.chat import ChatFormat
 from dspark.distill.messages import Message
 from dspark.nano.generate import row as nano_row
-from dspark.runtime.prefill import PREFILL_CHUNK
+from dspark.runtime.prefix_cache import PrefixCache
 from dspark.runtime.proposal import Drafter
 from dspark.runtime.records import Generation
 from dspark.runtime.sampling import SamplingParams
@@ -39,6 +36,8 @@ CHAT, PADDED = "chat", "padded"
 LENGTHS = (512, 2048, 8192, 16384)
 SHORTEST_SHARED = 256
 """Prompts that share less are read one by one: a copy is not worth it."""
+NO_LIMIT = 1 << 62
+"""Bytes: a budget for one text has nothing to choose."""
 
 _PROBE = (Message(role="user", content="?"),)
 
@@ -108,43 +107,9 @@ def speculative_after(
     drafted: Drafted,
 ) -> Callable[[list[int], int], Generation]:
     """Draft and verify for these prompts and no others: (prompt, seed) to an answer."""
-    shared = shared_length(prompts)
-    if shared < SHORTEST_SHARED:
-        return drafted.decode(target, drafter, sampling, max_new_tokens)
-    room = max(map(len, prompts)) + max_new_tokens
-    cache, context = _read(target, drafter, prompts[0][:shared], room)
-    generate = drafted.decode(
-        cast(Target, _Filled(target, "new_cache", cache)),
-        cast(Drafter, _Filled(drafter, "new_context", context)),
-        sampling,
-        max_new_tokens,
-    )
-    return lambda prompt, seed: generate(prompt[shared:], seed)
-
-
-@torch.inference_mode()
-def _read(target: Target, drafter: Drafter, tokens: Sequence[int], room: int) -> tuple[Any, Any]:
-    """Cache and draft context after `tokens`, with room for so many in all."""
-    cache, context = target.new_cache(1, room), drafter.new_context(1, room)
-    ids = torch.tensor([list(tokens)], dtype=torch.int64, device=target.device)
-    for rows in ids.split(PREFILL_CHUNK, dim=1):
-        out = target.forward(rows, cache, taps=drafter.taps, commit=True)
-        if out.taps is not None:
-            drafter.extend(context, out.taps)
-    return cache, context
-
-
-class _Filled:
-    """A target or drafter whose new caches or contexts are forks of a filled one."""
-
-    def __init__(self, inner: Any, maker: str, filled: Any) -> None:
-        self._inner = inner
-        self._filled = filled
-        setattr(self, maker, self._fork)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def _fork(self, batch: int, max_length: int) -> Any:
-        """The filled one again, with its own room: that is what any of the prompts needs."""
-        return self._filled.fork()
+    shared, held = shared_length(prompts), None
+    if shared >= SHORTEST_SHARED:
+        # what a prompt adds is shorter than `least_tokens`: the shared beginning alone is kept
+        held = PrefixCache(target, drafter, NO_LIMIT, least_tokens=shared)
+        drafted.decode(target, drafter, sampling, 1, held)(list(prompts[0][:shared]), 0)
+    return drafted.decode(target, drafter, sampling, max_new_tokens, held)
