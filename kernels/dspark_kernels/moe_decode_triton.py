@@ -32,8 +32,6 @@ from dspark_kernels.mxfp4 import GROUP
 from dspark_kernels.mxfp4_tile import LIFT
 from dspark_kernels.overlap import early
 
-BF16, WORDS, SCALED = 0, 1, 2
-"""How experts are read: as they are, by words of eight codes, by Triton's scaled product."""
 CHUNK = 1024
 COMBINE = 512
 FEW = 64
@@ -47,7 +45,6 @@ class MoEPlan:
     inputs: Plan
     gate_up: Plan
     down: Plan
-    form: int
 
 
 def moe_decode(
@@ -67,11 +64,11 @@ def by_plan(
 ) -> tuple[Tensor, Tensor]:
     """`moe_decode` by a given plan."""
     projected = project(x, moe.inputs, norm, eps, None, torch.float32, how.inputs)
-    one = x.shape[0] == 1 and not moe.latent and how.form == BF16
+    one = x.shape[0] == 1 and not moe.latent and not moe.experts.packed
     if one and moe.experts.count <= FEW:
         h, ids, weights = _gate_up_one(x, moe, norm, eps, projected, how.gate_up)
         return _down_one(h, ids, weights, projected, residual, moe, how.down), ids
-    ids, weights, z, tail = _route(x, moe, norm, eps, projected, how.form)
+    ids, weights, z, tail = _route(x, moe, norm, eps, projected)
     h = _gate_up(z, ids, moe, how)
     if one:
         return _down_one(h, ids, weights, projected, residual, moe, how.down), ids
@@ -88,7 +85,7 @@ def by_plan(
 
 
 def _route(
-    x: Tensor, moe: MoE, norm: Tensor | None, eps: float, projected: Tensor, form: int
+    x: Tensor, moe: MoE, norm: Tensor | None, eps: float, projected: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, D = x.shape
     E, k, L, S = moe.experts.count, moe.top_k, moe.experts.width, moe.shared
@@ -101,10 +98,10 @@ def _route(
     beta, linear_beta = moe.situ or (1.0, 1.0)
     route[(n, parts)](
         projected, moe.bias, x, norm, ids, weights, z, tail,
-        eps, moe.scaling, LIFT.value if form == WORDS else 1.0, beta, linear_beta,
+        eps, moe.scaling, LIFT.value if moe.experts.packed else 1.0, beta, linear_beta,
         D=D, DP=triton.next_power_of_2(D), E=E, EP=triton.next_power_of_2(E), K=k,
         KP=triton.next_power_of_2(k), L=L, S=S, BLOCK=CHUNK, LATENT=moe.latent,
-        NORM=norm is not None, RENORM=moe.renormalise, PLANAR=form == WORDS,
+        NORM=norm is not None, RENORM=moe.renormalise, PLANAR=moe.experts.packed,
         SITU=moe.situ is not None, num_warps=1 if E <= 64 else 2, **early(),
     )  # fmt: skip
     return ids, weights, z, tail
@@ -117,10 +114,10 @@ def _slots(n: int, moe: MoE) -> int:
 Three = tuple[Tensor, Tensor, Tensor]
 
 
-def _stored(experts: Experts, form: int) -> tuple[Three, Three]:
+def _stored(experts: Experts) -> tuple[Three, Three]:
     """The three matrices as the kernels read them, and their scales or something in their place."""
     w1, w3, w2 = experts.w1, experts.w3, experts.w2
-    if form == WORDS:
+    if experts.packed:
         w1, w3, w2 = (w.view(torch.int32) for w in (w1, w3, w2))
     return (w1, w3, w2), experts.scales or (w1, w3, w2)
 
@@ -128,15 +125,15 @@ def _stored(experts: Experts, form: int) -> tuple[Three, Three]:
 def _gate_up(z: Tensor, ids: Tensor, moe: MoE, how: MoEPlan) -> Tensor:
     n, k = ids.shape
     E, inner, L = moe.experts.count, moe.experts.inner, moe.experts.width
-    (w1, w3, _), (s1, s3, _) = _stored(moe.experts, how.form)
+    (w1, w3, _), (s1, s3, _) = _stored(moe.experts)
     h = torch.empty(n * k, inner, dtype=z.dtype, device=z.device)
     beta, linear_beta = moe.situ or (1.0, 1.0)
     cut = how.gate_up
     gate_up[(triton.cdiv(inner, cut.out), _slots(n, moe))](
-        z, ids, w1, w3, s1, s3, h, n, LIFT.value if how.form == WORDS else 1.0, beta, linear_beta,
+        z, ids, w1, w3, s1, s3, h, n, LIFT.value if moe.experts.packed else 1.0, beta, linear_beta,
         K=k, KP=triton.next_power_of_2(k), INNER=inner, L=L, BO=cut.out, BK=cut.step,
-        N=MAX_ROWS if cut.dot else 1, STAGES=cut.stages, DIRECT=n * k > E,
-        FORM=how.form, SITU=moe.situ is not None, DOT=cut.dot, num_warps=cut.warps, **early(),
+        N=1 if n == 1 else MAX_ROWS, STAGES=cut.stages, DIRECT=n * k > E, PACKED=moe.experts.packed,
+        SITU=moe.situ is not None, DOT=cut.dot, num_warps=cut.warps, **early(),
     )  # fmt: skip
     return h
 
@@ -147,7 +144,7 @@ def _down(
     """partial [n k, L], and [n, D] of the shared expert where no latent space follows."""
     n, k = ids.shape
     E, inner, L, S = moe.experts.count, moe.experts.inner, moe.experts.width, moe.shared
-    (_, _, w2), (_, _, s2) = _stored(moe.experts, how.form)
+    (_, _, w2), (_, _, s2) = _stored(moe.experts)
     partial = torch.empty(n * k, L, dtype=torch.float32, device=h.device)
     beside = S > 0 and not moe.latent
     shared = torch.empty(n, L, dtype=torch.float32, device=h.device) if beside else partial
@@ -155,8 +152,9 @@ def _down(
     down[(triton.cdiv(L, cut.out), slots + beside)](
         h, ids, w2, s2, partial, tail, moe.outputs if beside else w2, shared, n,
         K=k, KP=triton.next_power_of_2(k), INNER=inner, L=L, S=S, SLOTS=slots, BO=cut.out,
-        BK=cut.step, N=MAX_ROWS if cut.dot else 1, STAGES=cut.stages, DIRECT=n * k > E,
-        FORM=how.form, SHARED=beside, DOT=cut.dot, num_warps=cut.warps, **early(),
+        BK=cut.step, N=1 if n == 1 and not beside else MAX_ROWS, STAGES=cut.stages,
+        DIRECT=n * k > E, PACKED=moe.experts.packed, SHARED=beside, DOT=cut.dot,
+        num_warps=cut.warps, **early(),
     )  # fmt: skip
     return partial, shared if beside else None
 
@@ -213,21 +211,20 @@ def moe_plan(n: int, moe: MoE) -> MoEPlan:
     """The measured best cuts."""
     inner, L = moe.experts.inner, moe.experts.width
     inputs = plan(n, moe.inputs.shape[1], moe.inputs.shape[0]) or Plan(64, 64, 4, 3, dot=n > 1)
-    if moe.experts.scales is not None:
-        return MoEPlan(inputs, _packed_cut(n, L), _packed_cut(n, inner), WORDS)
+    if moe.experts.packed:
+        return MoEPlan(inputs, _packed_cut(L), _packed_cut(inner))
     if n == 1:
         narrow = (
             Plan(4, _step(inner, 512), 8, 1) if not moe.latent else Plan(8, _step(inner, 256), 2, 3)
         )
-        return MoEPlan(inputs, Plan(8, _step(L, 256), 2, 3), narrow, BF16)
+        return MoEPlan(inputs, Plan(8, _step(L, 256), 2, 3), narrow)
     gate_up = Plan(64, _step(L, 128), 4, 3, dot=True)
-    return MoEPlan(inputs, gate_up, Plan(32, _step(inner, 128), 4, 5, dot=True), BF16)
+    return MoEPlan(inputs, gate_up, Plan(32, _step(inner, 128), 4, 5, dot=True))
 
 
-def _packed_cut(n: int, inputs: int) -> Plan:
-    """Steps are words of eight inputs."""
-    step = _step(inputs // 8, 64)
-    return Plan(32, step, 4, 3) if n == 1 else Plan(64, step, 4, 2, dot=True)
+def _packed_cut(inputs: int) -> Plan:
+    """Steps are words of eight inputs; a row at a time."""
+    return Plan(32, _step(inputs // 8, 64), 4, 3)
 
 
 def _step(inputs: int, most: int) -> int:

@@ -3,9 +3,10 @@
 A word of 32 bits holds eight codes of 4 bits, input 8j + i in bits 4i. Two codes that lie 16 bits
 apart become two bfloat16 numbers in the halves of one word: sign to bit 15, the three other bits
 to the low exponent and the top of the mantissa. That is the code's value times 2^-126, subnormals
-included, without a table:
+included, without a table. For i = 0, and with the other six codes out of the way, one product puts
+one copy of each code where its sign belongs and another where the rest does:
 
-    ((word << (12 - 4i)) & 0x80008000) | ((word << (6 - 4i)) & 0x01C001C0)
+    ((word & 0x000F000F) * (2^12 + 2^6)) & 0x81C081C0
 
 x arrives times 2^100, which keeps products away from the smallest floats, and the factor 2^26 that
 is missing goes into the exponent of the group's scale. For eight codes to meet their inputs without
@@ -33,12 +34,12 @@ def plane(c, I: tl.constexpr):  # noqa: E741
 @triton.jit
 def codes(word, AT: tl.constexpr):
     """Codes AT and AT + 4 of words uint32, as float32 times 2^-126."""
-    sign = (word << (12 - 4 * AT)) & 0x80008000
     if AT < 2:  # noqa: SIM108
-        moved = word << (6 - 4 * AT)
+        near = word
     else:
-        moved = word >> (4 * AT - 6)
-    both = sign | (moved & 0x01C001C0)
+        near = word >> 8
+    DOWN: tl.constexpr = 4 * (AT % 2)
+    both = (near & (0x000F000F << DOWN)) * (0x1040 >> DOWN) & 0x81C081C0
     low = (both << 16).to(tl.float32, bitcast=True)
     high = (both & 0xFFFF0000).to(tl.float32, bitcast=True)
     return low, high
@@ -46,10 +47,8 @@ def codes(word, AT: tl.constexpr):
 
 @triton.jit
 def power(scale):
-    """2^(scale - 127 + 26) of bytes; 255 is NaN, and what float32 cannot hold is infinite."""
-    exponent = tl.minimum(scale.to(tl.int32) + 26, 255)
-    bits = tl.where(scale == 255, 0x7FC00000, exponent << 23)
-    return bits.to(tl.float32, bitcast=True)
+    """2^(scale - 127 + 26) of bytes; infinite where float32 cannot hold it, and for 255 (NaN)."""
+    return (tl.minimum(scale.to(tl.int32) + 26, 255) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -129,32 +128,4 @@ def gemm(
             word_b = tl.load(b[:, None] + at[None, :]).to(tl.uint32, bitcast=True)
             byte_b = tl.load(scale_b[:, None] + group[None, :])
             acc_b = _several(acc_b, word_b, byte_b, x, rows, live, at, I, BO, BW)
-    return acc_a, acc_b
-
-
-@triton.jit
-def gemm_scaled(
-    x, a, b, scale_a, scale_b, rows, live,
-    I: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr,  # noqa: E741
-    STAGES: tl.constexpr, DUAL: tl.constexpr,
-):  # fmt: skip
-    """`gemm` by Triton's own scaled product; x in plain order, a and b: pointers to bytes."""
-    cols = tl.arange(0, BK)
-    pairs = tl.arange(0, BK // 2)
-    groups = tl.arange(0, BK // 32)
-    acc_a = tl.zeros([BO, N], tl.float32)
-    acc_b = tl.zeros([BO, N], tl.float32)
-    for k in tl.range(0, I, BK, num_stages=STAGES):
-        from_x = x + rows[None, :] * I + (k + cols)[:, None]
-        tile = tl.load(from_x, mask=live[None, :], other=0.0)
-        pair = (k // 2 + pairs)[None, :]
-        group = (k // 32 + groups)[None, :]
-        packed_a = tl.load(a[:, None] + pair)
-        byte_a = tl.load(scale_a[:, None] + group)
-        if DUAL:
-            packed_b = tl.load(b[:, None] + pair)
-            byte_b = tl.load(scale_b[:, None] + group)
-        acc_a = tl.dot_scaled(packed_a, byte_a, "e2m1", tile, None, "bf16", acc_a)
-        if DUAL:
-            acc_b = tl.dot_scaled(packed_b, byte_b, "e2m1", tile, None, "bf16", acc_b)
     return acc_a, acc_b
