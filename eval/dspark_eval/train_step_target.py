@@ -25,6 +25,7 @@ class HeadTarget:
     max_positions = 1 << 30
     supports_trees = False
     notes: tuple[str, ...] = ()
+    head_rest = ""
     dtype = torch.bfloat16
 
     def __init__(self, vocab: int, hidden: int, device: torch.device) -> None:
