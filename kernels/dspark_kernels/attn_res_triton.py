@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dspark_kernels.interpreted_floats import exact_floats
+from dspark_kernels.overlap import begin, early, wait
 
 exact_floats()
 
@@ -30,16 +31,18 @@ def _score(v, key, eps, D: tl.constexpr):
 def _mix_kernel(
     prefix, added, bank, key, weight, mixed, normed, stride, eps, norm_eps,
     COUNT: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ADDED: tl.constexpr,
-    APPEND: tl.constexpr,
+    APPEND: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     d = tl.arange(0, D_PAD)
     mask = d < D
     at = tl.program_id(0).to(tl.int64) * D + d
+    k = tl.load(key + d, mask=mask, other=0.0).to(tl.float32)
+    wait(EARLY)
     entries = ()
     for i in tl.static_range(COUNT):
         entries = entries + (tl.load(bank + i * stride + at, mask=mask, other=0.0),)  # noqa: RUF005
     own = tl.load(prefix + at, mask=mask, other=0.0)
-    k = tl.load(key + d, mask=mask, other=0.0).to(tl.float32)
     if ADDED:
         more = tl.load(added + at, mask=mask, other=0.0)
         own = (own.to(tl.float32) + more.to(tl.float32)).to(own.dtype)
@@ -128,6 +131,6 @@ def mix(
     _mix_kernel[(prefix.numel() // width,)](
         prefix, prefix if added is None else added, bank, key_weight, weight, mixed, normed,
         bank.stride(0), eps, norm_eps, COUNT=count, D=width, D_PAD=triton.next_power_of_2(width),
-        ADDED=added is not None, APPEND=append, num_warps=warps,
+        ADDED=added is not None, APPEND=append, num_warps=warps, **early(),
     )  # fmt: skip
     return mixed, normed

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dspark_kernels.interpreted_floats import exact_floats
+from dspark_kernels.overlap import begin, early, wait
 
 exact_floats()
 
@@ -47,8 +48,10 @@ def write_row(
 def _write_kernel(
     rows, latents, scales, norm, lengths, counts, T, L, eps, rows_b, rows_t, latents_b, latents_l,
     scales_b, R: tl.constexpr, P: tl.constexpr, R_PAD: tl.constexpr, P_PAD: tl.constexpr,
-    SCALED: tl.constexpr, COUNTS: tl.constexpr,
+    SCALED: tl.constexpr, COUNTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
+    wait(EARLY)
     pid = tl.program_id(0).to(tl.int64)
     b, t = pid // T, pid % T
     write_row(
@@ -111,5 +114,5 @@ def latent_write(
         0 if scales is None else scales.stride(0),
         R=rank, P=width - rank, R_PAD=triton.next_power_of_2(rank),
         P_PAD=triton.next_power_of_2(width - rank), SCALED=scales is not None,
-        COUNTS=counts is not None, num_warps=2,
+        COUNTS=counts is not None, num_warps=2, **early(),
     )  # fmt: skip

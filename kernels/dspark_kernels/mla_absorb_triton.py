@@ -18,6 +18,7 @@ from dspark_kernels.interpreted_floats import exact_floats
 from dspark_kernels.latent_write_triton import refuses as refuses_write
 from dspark_kernels.latent_write_triton import write_row
 from dspark_kernels.mla_decode_triton import precision
+from dspark_kernels.overlap import begin, early, wait
 
 allow_loops()
 exact_floats()
@@ -31,6 +32,7 @@ def _product(
     q, w_k, out, h, block, scale, n_rows, q_b, q_t, q_h, w_h, w_n,
     T: tl.constexpr, H: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, R: tl.constexpr,
     P: tl.constexpr, P_PAD: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     n, p = tl.arange(0, N_PAD), tl.arange(0, P_PAD)
     r = block * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -39,6 +41,7 @@ def _product(
         mask=(n < N)[:, None] & (r < R)[None, :],
         other=0.0,
     )
+    wait(EARLY)  # W_k is on its way while the projections still run
     for start in range(0, n_rows, 16):
         i = start + tl.arange(0, 16)
         real = i < n_rows
@@ -64,10 +67,12 @@ def _absorb_kernel(
     q_b, q_t, q_h, rows_b, rows_t, w_h, w_n, latents_b, latents_l, scales_b,
     T: tl.constexpr, H: tl.constexpr, N: tl.constexpr, N_PAD: tl.constexpr, R: tl.constexpr,
     R_PAD: tl.constexpr, P: tl.constexpr, P_PAD: tl.constexpr, BLOCK_R: tl.constexpr,
-    SCALED: tl.constexpr, COUNTS: tl.constexpr, PRECISION: tl.constexpr,
+    SCALED: tl.constexpr, COUNTS: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     pid = tl.program_id(0)
     if pid < n_rows:
+        wait(EARLY)
         b, t = (pid // T).to(tl.int64), pid % T
         write_row(
             rows + b * rows_b + t * rows_t, latents, scales, norm, lengths, counts, b, t, L, eps,
@@ -78,7 +83,7 @@ def _absorb_kernel(
         h, block = (pid - n_rows) // BLOCKS, (pid - n_rows) % BLOCKS
         _product(
             q, w_k, out, h.to(tl.int64), block, scale, n_rows, q_b, q_t, q_h, w_h, w_n,
-            T, H, N, N_PAD, R, P, P_PAD, BLOCK_R, PRECISION,
+            T, H, N, N_PAD, R, P, P_PAD, BLOCK_R, PRECISION, EARLY,
         )  # fmt: skip
 
 
@@ -151,6 +156,6 @@ def absorb(
         T=T, H=H, N=nope, N_PAD=max(16, triton.next_power_of_2(nope)), R=rank,
         R_PAD=triton.next_power_of_2(rank), P=shared, P_PAD=triton.next_power_of_2(shared),
         BLOCK_R=block_r, SCALED=scales is not None, COUNTS=counts is not None,
-        PRECISION=precision(q.dtype), num_warps=warps,
+        PRECISION=precision(q.dtype), num_warps=warps, **early(),
     )  # fmt: skip
     return out

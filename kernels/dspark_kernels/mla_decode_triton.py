@@ -27,6 +27,7 @@ from torch import Tensor
 from dspark_kernels.interpreted import allow_loops
 from dspark_kernels.interpreted_floats import exact_floats
 from dspark_kernels.latent_write_triton import has_float8
+from dspark_kernels.overlap import begin, early, wait
 
 allow_loops()
 exact_floats()
@@ -121,7 +122,10 @@ def _attend_kernel(
     T: tl.constexpr, H: tl.constexpr, R: tl.constexpr, P: tl.constexpr,
     R_PAD: tl.constexpr, P_PAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     TREE: tl.constexpr, SCALED: tl.constexpr, COUNTS: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
+    wait(EARLY)
     BLOCKS: tl.constexpr = (T * H + BLOCK_M - 1) // BLOCK_M
     pid = tl.program_id(0)
     block, split = pid % BLOCKS, pid // BLOCKS % splits
@@ -197,8 +201,10 @@ def _merge_kernel(
     part, lse, lengths, counts, out, L,
     T: tl.constexpr, TH: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, BLOCK_S: tl.constexpr,
-    COUNTS: tl.constexpr,
+    COUNTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
+    wait(EARLY)
     pid = tl.program_id(0).to(tl.int64)
     row, r = pid % TH, tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     b = pid // TH
@@ -277,7 +283,7 @@ def attend(
         P_PAD=max(16, triton.next_power_of_2(width - rank)),
         BLOCK_M=cut.block_m, BLOCK_N=cut.block_n,
         TREE=tree, SCALED=scales is not None, COUNTS=counts is not None,
-        PRECISION=precision(q.dtype), num_warps=cut.warps, num_stages=cut.stages,
+        PRECISION=precision(q.dtype), num_warps=cut.warps, num_stages=cut.stages, **early(),
     )  # fmt: skip
     return part, lse
 
@@ -308,7 +314,7 @@ def merge(
         part, lse, lengths, lengths if counts is None else counts, out, slots,
         T=T, TH=T * H, R=rank, BLOCK_R=block_r, BLOCK_N=cut.block_n, SPLITS=cut.splits,
         SPLITS_PAD=splits_pad, BLOCK_S=min(16, splits_pad), COUNTS=counts is not None,
-        num_warps=cut.merge_warps,
+        num_warps=cut.merge_warps, **early(),
     )  # fmt: skip
     return out
 

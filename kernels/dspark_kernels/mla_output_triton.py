@@ -26,6 +26,7 @@ from dspark_kernels.mla_decode_triton import (
     slots_of,
 )
 from dspark_kernels.mla_decode_triton import refuses as refuses_decode
+from dspark_kernels.overlap import begin, early, wait
 
 allow_loops()
 exact_floats()
@@ -79,15 +80,12 @@ def _values_kernel(
     T: tl.constexpr, H: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, V: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
     BLOCK_S: tl.constexpr, MERGED: tl.constexpr, GATED: tl.constexpr, COUNTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     VB: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0).to(tl.int64)
     block, h, b = pid % VB, pid // VB % H, pid // (VB * H)
-    active = 1
-    if not MERGED:
-        _, total = slots_of(lengths, counts, b, T, L, COUNTS)
-        active = tl.cdiv(total, chunk_of(total, SPLITS, BLOCK_N)).to(tl.int32)
     r = tl.arange(0, R_PAD)
     v = block.to(tl.int32) * BLOCK_V + tl.arange(0, BLOCK_V)
     weights = tl.load(
@@ -95,6 +93,11 @@ def _values_kernel(
         mask=(v < V)[:, None] & (r < R)[None, :],
         other=0.0,
     )
+    wait(EARLY)  # W_v is on its way while the attention still runs
+    active = 1
+    if not MERGED:
+        _, total = slots_of(lengths, counts, b, T, L, COUNTS)
+        active = tl.cdiv(total, chunk_of(total, SPLITS, BLOCK_N)).to(tl.int32)
     first = b * SPLITS * T * H + h
     part += first * R
     lse += first
@@ -176,7 +179,7 @@ def values(
         T=T, H=H, R=rank, R_PAD=max(16, triton.next_power_of_2(rank)), V=V, BLOCK_V=block_v,
         BLOCK_N=cut.block_n, SPLITS=splits, SPLITS_PAD=splits_pad, BLOCK_S=min(8, splits_pad),
         MERGED=merged, GATED=gate is not None, COUNTS=counts is not None,
-        PRECISION=precision(part.dtype), num_warps=cut.value_warps,
+        PRECISION=precision(part.dtype), num_warps=cut.value_warps, **early(),
     )  # fmt: skip
     return out
 
