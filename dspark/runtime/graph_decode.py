@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +63,8 @@ class GraphDecoder:
         max_length: Longest text in tokens, prompt included.
         draft_length: Primaries of every frame; None: the drafter's whole block. 0: plain steps.
         sampling: Of all requests.
-        mxfp4: See `dspark.k3.static.weights.pack`.
+        static: The target's static pass, where several decoders share one; None: a new one.
+        on_frame: Hears of every frame that is queued; for measurements.
 
     Raises UserError for a pair that cannot work together, or that a frame cannot hold.
     """
@@ -77,7 +78,8 @@ class GraphDecoder:
         max_length: int,
         draft_length: int | None = None,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
-        mxfp4: bool = False,
+        static: StaticDecoder | None = None,
+        on_frame: Callable[[FrameResult], None] | None = None,
     ) -> None:
         if seats < 1 or max_length < 1:
             raise UserError(f"seats {seats}, max_length {max_length}: expected at least 1")
@@ -89,7 +91,10 @@ class GraphDecoder:
             if length:
                 check_draft_length(drafter, length)
         self.length, self.sampling = length, sampling
-        self.decoder = StaticDecoder(target.model, mxfp4=mxfp4)
+        self.decoder = StaticDecoder(target.model) if static is None else static
+        self.on_frame = on_frame
+        self.frame_s: list[float] = []
+        """Seconds of every frame that was read."""
         with torch.inference_mode():
             self._build(seats)
 
@@ -267,6 +272,8 @@ class _Run:
         decoder = self.decoder
         with decoder._lanes.here() as span:
             result = decoder.replay.run()
+        if decoder.on_frame is not None:
+            decoder.on_frame(result)
         self.flying.append(_Flying(tuple(self.seated), Mail.send(result.letter), span))
 
     def _read(self, frame: _Flying) -> None:
@@ -274,7 +281,8 @@ class _Run:
         drafter, drafted = self.decoder.drafter, self.decoder.length
         confident = drafter is not None and drafter.confidence_head is not None
         cuts = [ops.LETTER_HEADS, drafted, drafted, drafted if confident else 0]
-        spent = Spent(0.0, frame.span.seconds(), 0.0, drafted + 1)
+        self.decoder.frame_s.append(frame.span.seconds())
+        spent = Spent(0.0, self.decoder.frame_s[-1], 0.0, drafted + 1)
         for seat, (text, numbers) in enumerate(zip(frame.texts, table, strict=True)):
             if text is None or self.seated[seat] is not text:
                 continue
