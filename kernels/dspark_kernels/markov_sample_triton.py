@@ -39,20 +39,26 @@ BLOCK, ROWS_AT_ONCE = 128, 16
 
 
 @triton.jit
-def _bias(w1, w2, prev, live, x, inside, RANK: tl.constexpr, ROWS: tl.constexpr,
-          BLOCK: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """W_2[x] . W_1[prev], [BLOCK, ROWS] float32."""
-    total = tl.zeros([BLOCK, ROWS], tl.float32)
+def _bias(  # type: ignore[no-untyped-def]
+    w1, w2, prev, live, x,
+    RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """W_2[x] . W_1[prev], [BLOCK, ROWS] float32; every x is a row of W_2."""
+    total = tl.zeros([BLOCK, CHUNK if ROWS == 1 else ROWS], tl.float32)
     for start in tl.static_range(0, RANK, CHUNK):
         r = start + tl.arange(0, CHUNK)
-        here = r < RANK
-        w = tl.load(w2 + x[:, None] * RANK + r[None, :], inside[:, None] & here[None, :], 0.0)
+        if RANK % CHUNK == 0:
+            w = tl.load(w2 + x[:, None] * RANK + r[None, :])
+        else:
+            w = tl.load(w2 + x[:, None] * RANK + r[None, :], mask=r[None, :] < RANK, other=0.0)
         at = w1 + prev[:, None] * RANK + r[None, :]
-        code = tl.load(at, live[:, None] & here[None, :], 0.0)
-        if ROWS == 1:
-            total += tl.sum(w.to(tl.float32) * code.to(tl.float32), 1)[:, None]
+        code = tl.load(at, mask=live[:, None] & (r[None, :] < RANK), other=0.0)
+        if ROWS == 1:  # lane by lane; the lanes are added up once, behind the loop
+            total += w.to(tl.float32) * code.to(tl.float32)
         else:
             total = tl.dot(w, tl.trans(code), total, input_precision="ieee")
+    if ROWS == 1:
+        total = tl.sum(total, 1)[:, None]
     return total
 
 
@@ -72,7 +78,7 @@ def _scores(  # type: ignore[no-untyped-def]
     s = tl.load(at, mask=both, other=0.0).to(tl.float32)
     prev = tl.load(anchor + rows, mask=live & (slot == 0), other=0)
     prev += tl.load(tokens + rows * SLOTS + slot - 1, mask=live & (slot > 0), other=0)
-    s += _bias(w1, w2, prev, live, x, inside, RANK, ROWS, BLOCK, CHUNK)
+    s += _bias(w1, w2, prev, live, tl.minimum(x, width - 1), RANK, ROWS, BLOCK, CHUNK)
     out = rows * SLOTS + slot
     tl.store(scores + out[None, :] * width + x[:, None], s, mask=both)
     s = tl.where(both, s, float("-inf"))

@@ -243,9 +243,11 @@ def verify_sample(
     )  # fmt: skip
     if cut and temperature is not None:
         find_cuts(logits, sums, temperature, top_k, top_p, logits.stride(1), width)
+    # Nothing drafted: no law of it is ever read.
+    point = scores is None or count == 0
     drafted = (scores, *(law or (None, None, None)))
     draft_width = width if scores is None else scores.shape[-1]
-    flags = {"COUNT": count, "CUT": cut, "POINT": scores is None, "WHERE": where is not None}
+    flags = {"COUNT": count, "CUT": cut, "POINT": point, "WHERE": where is not None}
     size = {"TILES": triton.next_power_of_2(tiles)}
     _accept[(batch,)](
         logits, tokens, lengths, *drafted, coins, temperature, where,
