@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +31,8 @@ C = 64
 SUB = 16
 """Rows of a block whose decays a bounded gate lets the kernels factor."""
 MOST_WIDTH = 256
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NARROWEST = 16 if INTERPRETED else 64
 
 
 @dataclass(frozen=True)
@@ -48,18 +49,14 @@ class Arithmetic:
     parts: int
 
 
-@cache
-def _arithmetic(wide: bool, interpreted: bool) -> Arithmetic:
-    in_parts = "ieee" if interpreted else "bf16x3"  # the interpreter knows no parts
-    if wide:
-        return Arithmetic(torch.float32, in_parts, in_parts, 3)
-    return Arithmetic(torch.bfloat16, "bf16", in_parts, 2)
+IN_PARTS = "ieee" if INTERPRETED else "bf16x3"  # the interpreter knows no parts
+WIDE = Arithmetic(torch.float32, IN_PARTS, IN_PARTS, 3)
+NARROW = Arithmetic(torch.bfloat16, "bf16", IN_PARTS, 2)
 
 
 def arithmetic_for(*tensors: Tensor) -> Arithmetic:
     """bfloat16 where all of the rows are, else float32."""
-    wide = any(x.dtype != torch.bfloat16 for x in tensors)
-    return _arithmetic(wide, os.environ.get("TRITON_INTERPRET") == "1")
+    return NARROW if all(x.dtype == torch.bfloat16 for x in tensors) else WIDE
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,8 @@ def launch_of(step: str, how: Arithmetic, K: int, V: int) -> Launch:
 
 
 def at_most(tile: int, width: int) -> int:
-    return max(16, min(tile, triton.next_power_of_2(width)))
+    """A tile no wider than need be, nor narrower than what compiled kernels multiply right."""
+    return max(NARROWEST, min(tile, triton.next_power_of_2(width)))
 
 
 @dataclass(frozen=True)
