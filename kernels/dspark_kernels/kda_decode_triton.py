@@ -15,6 +15,9 @@ Letters: B batch, T new rows, R slots, H heads, K key width, V value width, C ch
 the convolution, S rows of a tile, NX of them read.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: disable-error-code="assignment, unreachable"
+
 from __future__ import annotations
 
 import torch
@@ -22,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dspark_kernels.interpreted_floats import exact_floats
 from dspark_kernels.kda_decode import check
 from dspark_kernels.kda_rows_triton import (
     MAX_EXPONENT,
@@ -37,6 +41,9 @@ from dspark_kernels.kda_rows_triton import (
     unit,
     write,
 )
+from dspark_kernels.overlap import begin, early, wait
+
+exact_floats()
 
 MAX_ROWS = 16
 WIDTHS = (64, 128)
@@ -98,7 +105,7 @@ def _kernel(
     T: tl.constexpr, R: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     W: tl.constexpr, BV: tl.constexpr, TP: tl.constexpr, HELD: tl.constexpr, TREE: tl.constexpr,
     FOLD: tl.constexpr, BOUNDED: tl.constexpr, FACTORED: tl.constexpr, PREFETCH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     S: tl.constexpr = 4 * TP if R > 0 else 2 * TP
     NX: tl.constexpr = S if FOLD else 2 * TP
@@ -106,11 +113,15 @@ def _kernel(
     C: tl.constexpr = H * (2 * K + V)
     b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     ks, s = tl.arange(0, K), tl.arange(0, S)
-    n = tl.load(accepted_ptr + b).to(tl.int32)
     rows_ptr += b * s_rb
     held_ptr += b * s_hb
     taps_ptr += b * taps_stride
     state_ptr += b * s_sb + h * K * V
+    begin(EARLY)
+    if PREFETCH > 0:
+        touch(state_ptr, K, V, V, PREFETCH)
+    wait(EARLY)
+    n = tl.load(accepted_ptr + b).to(tl.int32)
     t, slot, query = s % TP, (s // TP == 0) & (R > 0), s // TP == 1
     new_key = s // TP == NEW
     key = slot | new_key
@@ -136,8 +147,6 @@ def _kernel(
     rate = tl.exp(tl.load(rate_ptr + h))
     g = tl.where(live, log_decay(a + tl.load(dt_ptr + at_a), rate, bound, BOUNDED), 0.0)
     z = unit(z) * tl.where(query, scale, 1.0)[:, None]
-    if TP > 1 and PREFETCH > 0:
-        touch(state_ptr, K, V, V, PREFETCH)
 
     upto = t[:, None] >= t[None, :]
     if TREE:
@@ -228,7 +237,7 @@ def kda_decode(
         T=T, R=R, H=H, K=K, V=V, W=W, BV=BV, TP=TP,
         HELD=triton.next_power_of_2(W - 1 if fold else W - 1 + T), TREE=upto is not None, FOLD=fold,
         BOUNDED=lower_bound is not None, FACTORED=factored, PREFETCH=prefetch,
-        PRECISION="tf32x3", num_warps=warps,
+        PRECISION="tf32x3", num_warps=warps, **early(),
     )  # fmt: skip
     return out
 

@@ -12,6 +12,9 @@ that of `kda_rows_triton`.
 Letters: B batch, T rows, H heads, K key width, V value width, BV columns of a tile.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: disable-error-code="assignment, unreachable"
+
 from __future__ import annotations
 
 import torch
@@ -19,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dspark_kernels.interpreted_floats import exact_floats
 from dspark_kernels.kda_rows_triton import (
     LOG2E,
     MAX_EXPONENT,
@@ -35,6 +39,9 @@ from dspark_kernels.kda_rows_triton import (
     unit,
     write,
 )
+from dspark_kernels.overlap import begin, early, wait
+
+exact_floats()
 
 MAX_ROWS = 16
 WIDTHS = (64, 128, 256)
@@ -48,7 +55,7 @@ def _kernel(
     T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     TP: tl.constexpr, TREE: tl.constexpr, GATED: tl.constexpr, BOUNDED: tl.constexpr,
     FACTORED: tl.constexpr, WRITE: tl.constexpr, PREFETCH: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0) % (V // BV)
     place = tl.program_id(0) // (V // BV)
@@ -56,7 +63,10 @@ def _kernel(
     rows, cols, ks = tl.arange(0, 2 * TP), part * BV + tl.arange(0, BV), tl.arange(0, K)
     t = rows % TP
     key, real = rows < TP, t < T
-    # the small loads first: all that happens before `read` waits for them and not for the state
+    begin(EARLY)
+    if PREFETCH > 0:
+        touch(state_ptr + (b * H + h) * K * V + part * BV, K, BV, V, PREFETCH)
+    wait(EARLY)
     at_t, at_k = t[:, None], h * K + ks[None, :]
     in_k, in_q = (real & key)[:, None], (real & ~key)[:, None]
     k = tl.load(k_ptr + b * s_kb + at_t * s_kt + at_k, mask=in_k, other=0.0)
@@ -67,9 +77,6 @@ def _kernel(
     beta = tl.load(beta_ptr + b * s_bb + t * s_bt + h, mask=real & key, other=0.0).to(tl.float32)
     z, g = k.to(tl.float32) + q.to(tl.float32), g.to(tl.float32)
     tile = (b * H + h) * K * V + ks[:, None] * V + cols[None, :]
-    if PREFETCH > 0:
-        touch(state_ptr + (b * H + h) * K * V + part * BV, K, BV, V, PREFETCH)
-
     if GATED:
         rate = tl.exp(tl.load(rate_ptr + h))
         g += tl.load(dt_ptr + h * K + ks).to(tl.float32)[None, :]
@@ -111,12 +118,14 @@ def _one(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, out_ptr, end_ptr, rate_ptr, dt_ptr,
     scale, bound, s_qb, s_kb, s_vb, s_gb, s_bb,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    GATED: tl.constexpr, BOUNDED: tl.constexpr, WRITE: tl.constexpr,
+    GATED: tl.constexpr, BOUNDED: tl.constexpr, WRITE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A single row, without tiles of rows: two sums over the state, and one product of vectors."""
     place, part = tl.program_id(0) // (V // BV), tl.program_id(0) % (V // BV)
     b, h = (place // H).to(tl.int64), place % H
     cols, ks = part * BV + tl.arange(0, BV), tl.arange(0, K)
+    begin(EARLY)
+    wait(EARLY)
     q = tl.load(q_ptr + b * s_qb + h * K + ks).to(tl.float32)
     k = tl.load(k_ptr + b * s_kb + h * K + ks).to(tl.float32)
     g = tl.load(g_ptr + b * s_gb + h * K + ks).to(tl.float32)
@@ -167,7 +176,7 @@ def _launch(
             q, k, v, g, beta, state, read, new, rate, dt, K**-0.5, bound,
             q.stride(0), k.stride(0), v.stride(0), g.stride(0), beta.stride(0),
             H=H, K=K, V=V, BV=BV, GATED=gate is not None, BOUNDED=bounded, WRITE=keep > 0,
-            num_warps=warps,
+            num_warps=warps, **early(),
         )  # fmt: skip
         return read, new
     factored = factored and lower_bound is not None and -lower_bound * T <= MAX_EXPONENT
@@ -178,7 +187,7 @@ def _launch(
         g.stride(0), g.stride(1), beta.stride(0), beta.stride(1),
         T=T, H=H, K=K, V=V, BV=BV, TP=padded(T), TREE=upto is not None, GATED=gate is not None,
         BOUNDED=bounded, FACTORED=factored, WRITE=keep > 0, PREFETCH=prefetch,
-        PRECISION="tf32x3", num_warps=warps,
+        PRECISION="tf32x3", num_warps=warps, **early(),
     )  # fmt: skip
     return read, new
 
