@@ -80,24 +80,24 @@ def check(inputs: list[Tensor], bound: float | None, limit: float | None = None)
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("bound", [BOUND, None], ids=["bounded", "any"])
 @pytest.mark.parametrize("decay", ["even", "strongest"])
-def test_values_and_gradients_are_those_of_the_recurrence(decay: str, bound: float | None):
+def test_values_and_gradients_are_those_of_the_recurrence(decay: str, bound: float | None) -> None:
     check(given((1, 70, 1, 20, 18), decay), bound)
 
 
 @pytest.mark.usefixtures("poison")
-def test_unbounded_gates():
+def test_unbounded_gates() -> None:
     """What a softplus gate may give, mixed over channels and chunk edges: 1000 nats in one row."""
     check(given((1, 130 if DEVICE == "cuda" else 70, 1, 20, 18), "any"), None)
 
 
 @pytest.mark.parametrize("decay", ["even", "strongest"])
-def test_bfloat16(decay: str):
+def test_bfloat16(decay: str) -> None:
     check(given((1, 70, 1, 20, 18), decay, BFLOAT16), BOUND)
 
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("rows", LENGTHS)
-def test_lengths_around_chunks_read_nothing_else(rows: int):
+def test_lengths_around_chunks_read_nothing_else(rows: int) -> None:
     """Views into memory that is NaN: a dead row of the last chunk, a head, a column."""
     inputs = given((1, rows, 1, 17, 16))
     expected = answers(kda.recurrent, inputs, torch.float64)
@@ -113,7 +113,7 @@ def test_lengths_around_chunks_read_nothing_else(rows: int):
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("lengths", [(63, 65), (1, 0, 64)])
-def test_packed_sequences_are_sequences_alone(lengths: tuple[int, ...]):
+def test_packed_sequences_are_sequences_alone(lengths: tuple[int, ...]) -> None:
     inputs = given((1, sum(lengths), 1, 16, 16), "strongest")
     inputs[5] = torch.randn(len(lengths), 1, 16, 16, device=DEVICE)
     bounds = torch.tensor((0, *lengths)).cumsum(0)
@@ -129,7 +129,7 @@ def test_packed_sequences_are_sequences_alone(lengths: tuple[int, ...]):
             assert torch.equal(state[0], ours[1][s])
 
 
-def test_many_short_sequences_pass_the_grid_limit_of_other_axes():
+def test_many_short_sequences_pass_the_grid_limit_of_other_axes() -> None:
     """Sequences times heads stand on the first axis, which has no limit of 65,535."""
     count, heads = (683, 96) if DEVICE == "cuda" else (5, 3)
     inputs = given((1, count, heads, 16, 16))
@@ -141,7 +141,7 @@ def test_many_short_sequences_pass_the_grid_limit_of_other_axes():
     assert_close(state, expected[1])
 
 
-def test_pieces_of_a_text_are_the_text():
+def test_pieces_of_a_text_are_the_text() -> None:
     inputs = given((1, 140, 2, 16, 16))
     out, state = chunk(*inputs, BOUND)
     pieces, carried = [], inputs[5]
@@ -152,7 +152,7 @@ def test_pieces_of_a_text_are_the_text():
     assert_close(carried, state, limit=3e-6 if DEVICE == "cpu" else None)
 
 
-def test_small_decays_do_not_drift():
+def test_small_decays_do_not_drift() -> None:
     """Decay 0.9999 over many rows: bfloat16 rows, but a decay rounded to bfloat16 would be 1."""
     rows = 4096 if DEVICE == "cuda" else 320
     inputs = given((1, rows, 1, 16, 16), dtype=FLOAT32)
@@ -171,7 +171,7 @@ def positions_for(rows: int) -> Tensor:
 
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(("rows", "decay", "bound"), [(64, "strongest", BOUND), (70, "any", None)])
-def test_states_at_positions(rows: int, decay: str, bound: float | None):
+def test_states_at_positions(rows: int, decay: str, bound: float | None) -> None:
     _, *inputs = given((2, rows, 1, 20, 18), decay)
     where = positions_for(rows)
     weight = torch.randn(2, where.shape[1], 1, 20, 18, device=DEVICE)
@@ -189,7 +189,7 @@ def test_states_at_positions(rows: int, decay: str, bound: float | None):
         assert_close(a, b, what=name)
 
 
-def test_states_and_gradients_do_not_change_from_run_to_run():
+def test_states_and_gradients_do_not_change_from_run_to_run() -> None:
     _, *inputs = given((1, 70, 1, 16, 16))
     where = torch.tensor([[60, 68, 3, 3, 70, 68]], device=DEVICE)
 
@@ -211,13 +211,13 @@ def refusals() -> Iterator[tuple[str, list[Tensor]]]:
 
 
 @pytest.mark.parametrize(("reason", "inputs"), list(refusals()), ids=lambda x: str(x)[:20])
-def test_what_the_kernels_cannot_take_is_refused(reason: str, inputs: list[Tensor]):
+def test_what_the_kernels_cannot_take_is_refused(reason: str, inputs: list[Tensor]) -> None:
     assert reason in (refuses(*inputs) or "")
     where = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
     assert reason in (states_refuses(*inputs[1:], where) or "") or reason.startswith("different")
 
 
-def test_ops_run_the_kernels_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch):
+def test_ops_run_the_kernels_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSPARK_OPS", "triton")
     ops.forget()
     inputs = given((1, 20, 1, 16, 16))
@@ -241,18 +241,18 @@ GPU_SIZES: list[Size] = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("size", GPU_SIZES, ids=str)
-def test_head_sizes_on_the_gpu(size: Size, dtype: torch.dtype):
+def test_head_sizes_on_the_gpu(size: Size, dtype: torch.dtype) -> None:
     check(given(size, "even", dtype), BOUND)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("decay", ["strongest", "any", "weak"])
-def test_decays_on_the_gpu(decay: str):
+def test_decays_on_the_gpu(decay: str) -> None:
     check(given((1, 500, 3, 128, 128), decay), None if decay == "any" else BOUND)
 
 
 @pytest.mark.gpu
-def test_offsets_past_32_bits():
+def test_offsets_past_32_bits() -> None:
     """(B - 1) T H K passes 2^31: the last sample answers as it does alone."""
     B, T, H, K = 16, 17_500, 64, 128
     alone = given((1, T, H, K, K), "even", BFLOAT16)
@@ -265,7 +265,7 @@ def test_offsets_past_32_bits():
 
 
 @pytest.mark.gpu
-def test_a_graph_captures_packed_sequences_and_positions():
+def test_a_graph_captures_packed_sequences_and_positions() -> None:
     inputs = given((1, 300, 2, 64, 64))
     inputs[5] = torch.randn(3, 2, 64, 64, device=DEVICE)
     bounds = torch.tensor([0, 100, 164, 300], device=DEVICE)

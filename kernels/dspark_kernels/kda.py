@@ -238,3 +238,23 @@ def step(
         write = torch.matmul(k_to_end, U[..., :keep, :])
         state = torch.add(torch.mul(end.transpose(-1, -2).exp(), state, out=out), write, out=out)
     return read.transpose(1, 2), state
+
+
+def chunk_bytes(
+    B: int, T: int, H: int, K: int, V: int, row_bytes: int, backward: bool = False
+) -> int:
+    """Bytes that ``chunk`` must move: inputs and outputs once, with ``row_bytes`` a number of q, k,
+    v and the outputs, 4 of g, beta and states. With gradients: inputs again, theirs, and those of
+    the outputs."""
+    rows = T * (2 * K + V) * row_bytes + 4 * T * (K + 1) + 4 * K * V
+    results = T * V * row_bytes + 4 * K * V
+    return B * H * (rows + results + (2 * rows + results if backward else 0))
+
+
+def chunk_flops(B: int, T: int, H: int, K: int, V: int, backward: bool = False) -> int:
+    """Operations of ``chunk`` in chunks of 64 rows, square products in full: the pairs of q and k,
+    the solve, and what meets the state; the gradients run the forward again."""
+    C = 64
+    forward = 4 * C * C * K + C * C * (K + V) + 6 * C * K * V + 2 * C * C * V
+    gradients = 8 * C * C * (K + V) + 12 * C * K * V
+    return B * H * -(-T // C) * (2 * forward + gradients if backward else forward)

@@ -77,12 +77,16 @@ def _chunks(k: Tensor, cu_seqlens: Tensor | None) -> Chunks:
     return packed_chunks(cu_seqlens, T)
 
 
+def _rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, factored: bool) -> Rows:
+    return Rows(dense_rows(q), dense_rows(k), dense_rows(v), dense_rows(g), beta, factored)
+
+
 class _Chunk(torch.autograd.Function):
     """Keeps the inputs only; the backward makes everything else again."""
 
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, state, factored, cu_seqlens):  # type: ignore[no-untyped-def,override]
-        rows = Rows(*(dense_rows(x) for x in (q, k, v, g)), beta, factored)
+    def forward(ctx, q, k, v, g, beta, state, factored, cu_seqlens):  # type: ignore[no-untyped-def]
+        rows = _rows(q, k, v, g, beta, factored)
         state = state.contiguous()
         chunks, how = _chunks(k, cu_seqlens), arithmetic_for(q, k, v)
         made = within(rows, chunks, how, keeps=False)
@@ -93,9 +97,9 @@ class _Chunk(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, dlast):  # type: ignore[no-untyped-def,override]
+    def backward(ctx, dout, dlast):  # type: ignore[no-untyped-def]
         q, k, v, g, beta, state, cu_seqlens = ctx.saved_tensors
-        rows = Rows(*(dense_rows(x) for x in (q, k, v, g)), beta, ctx.factored)
+        rows = _rows(q, k, v, g, beta, ctx.factored)
         chunks, how = _chunks(k, cu_seqlens), arithmetic_for(q, k, v)
         made, carried = again(rows, chunks, state, how, how.dtype)
         found = backward(rows, made, carried, chunks, how, dense_rows(dout), dlast.contiguous())

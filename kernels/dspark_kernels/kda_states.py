@@ -108,3 +108,13 @@ def _advance(state: Tensor, updates: Tensor, k: Tensor, G: Tensor, rows: Tensor)
     return last.exp().transpose(-1, -2) * state + torch.matmul(
         (k * decay).transpose(-1, -2), updates
     )
+
+
+def states_bytes(
+    B: int, T: int, H: int, K: int, V: int, A: int, row_bytes: int = 4, backward: bool = False
+) -> int:
+    """Bytes that ``states_at`` must move: inputs and states once, with ``row_bytes`` a number of k
+    and v; with gradients the inputs again, theirs, and those of the states."""
+    rows = T * (K + V) * row_bytes + 4 * T * (K + 1) + 4 * K * V
+    states = 4 * A * K * V
+    return B * H * (rows + states + (2 * rows + states if backward else 0))

@@ -68,8 +68,8 @@ class _StatesAt(torch.autograd.Function):
     """Keeps the inputs only; the backward makes everything else again."""
 
     @staticmethod
-    def forward(ctx, k, v, g, beta, state, positions, factored):  # type: ignore[no-untyped-def,override]
-        rows = Rows(None, *(dense_rows(x) for x in (k, v, g)), beta, factored)
+    def forward(ctx, k, v, g, beta, state, positions, factored):  # type: ignore[no-untyped-def]
+        rows = Rows(None, dense_rows(k), dense_rows(v), dense_rows(g), beta, factored)
         state, positions = state.contiguous(), positions.contiguous()
         chunks, how = _chunks(k), arithmetic_for(k, v)
         made = within(rows, chunks, how, keeps=False)
@@ -82,9 +82,9 @@ class _StatesAt(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout):  # type: ignore[no-untyped-def,override]
+    def backward(ctx, dout):  # type: ignore[no-untyped-def]
         k, v, g, beta, state, positions = ctx.saved_tensors
-        rows = Rows(None, *(dense_rows(x) for x in (k, v, g)), beta, ctx.factored)
+        rows = Rows(None, dense_rows(k), dense_rows(v), dense_rows(g), beta, ctx.factored)
         chunks, how = _chunks(k), arithmetic_for(k, v)
         made, carried = again(rows, chunks, state, how, torch.float32)
         more = _gather(rows, carried, chunks, positions, how, dout.contiguous())
