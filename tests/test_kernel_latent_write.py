@@ -136,9 +136,13 @@ def check_absorb(
     )  # fmt: skip
     assert_close(out, expected, limit=limit_of(out))
     write_kernel().latent_write(written[0], rows, norm, EPS, lengths, written[1])
-    assert torch.equal(latents.float(), written[0].float())
-    if scales is not None:
-        assert torch.equal(scales, written[1])
+    if written[1] is None or scales is None:
+        assert_close(latents, written[0], limit=limit_of(latents))
+        return
+    assert_close(scales, written[1], limit=FLOAT32)
+    a, b = latents.float(), written[0].float()  # sums of another order may round to a neighbour
+    assert ((a - b).abs() <= b.abs() * 2**-3 + 2**-9).all()
+    assert (a != b).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -85,10 +85,10 @@ def chunk_of(total, splits, BLOCK_N: tl.constexpr):
 @triton.jit
 def slots_of(lengths, counts, b, T: tl.constexpr, L, COUNTS: tl.constexpr):
     """Committed slots of a sequence, and those that its new rows may see in all."""
-    length = tl.load(lengths + b)
+    length = tl.load(lengths + b).to(tl.int32)
     new = T
     if COUNTS:
-        new = tl.minimum(tl.load(counts + b), T)
+        new = tl.minimum(tl.load(counts + b), T).to(tl.int32)
     return length, tl.minimum(length + new, L)
 
 
@@ -131,10 +131,6 @@ def _attend_kernel(
     block, split = pid % BLOCKS, pid // BLOCKS % splits
     b = (pid // BLOCKS // splits).to(tl.int64)
     length, total = slots_of(lengths, counts, b, T, L, COUNTS)
-    chunk = chunk_of(total, splits, BLOCK_N)
-    start = split * chunk
-    stop = tl.minimum(start + chunk, total)
-
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     real = rows < T * H
     t = tl.minimum(rows // H, T - 1)
@@ -142,7 +138,13 @@ def _attend_kernel(
     at = q + b * q_b + t * q_t + (rows % H) * q_h
     q_c = tl.load(at[:, None] + r[None, :], mask=real[:, None] & (r < R)[None, :], other=0.0)
     q_p = tl.load(at[:, None] + R + p[None, :], mask=real[:, None] & (p < P)[None, :], other=0.0)
+    chunk = chunk_of(total, splits, BLOCK_N)
+    start = split * chunk
+    if (start >= total) & (splits > 1):
+        return  # the merge knows how many chunks there are
+    stop = tl.minimum(start + chunk, total)
     sight = _sight(upto, b, t, real, T, TREE, upto_b)
+    step = latents_l.to(tl.int64)
     latents += b * latents_b
     scales += b * scales_b
 
@@ -151,7 +153,7 @@ def _attend_kernel(
     acc = tl.zeros((BLOCK_M, R_PAD), tl.float32)
     slots = tl.arange(0, BLOCK_N)
     for j in range(start, stop, BLOCK_N):
-        left, here = (total - j).to(tl.int32), latents + j * latents_l
+        left, here = total - j, latents + j * step
         c = _tile(here, slots, r, latents_l, left, R, R == R_PAD).to(q_c.dtype)
         k = _tile(here + R, slots, p, latents_l, left, P, P == P_PAD).to(q_c.dtype)
         s = tl.dot(q_c, tl.trans(c), input_precision=PRECISION)
@@ -159,7 +161,7 @@ def _attend_kernel(
         if SCALED:
             scale = tl.load(scales + j + slots, mask=slots < left, other=0.0)
             s *= scale[None, :]
-        place = (j - length).to(tl.int32) + slots
+        place = j - length + slots
         new = (sight[:, None] >> tl.minimum(tl.maximum(place, 0), 31)[None, :]) & 1
         seen = ((place < 0)[None, :] | (new != 0)) & (slots < left)[None, :]
         s = tl.where(seen, s, float("-inf"))
@@ -179,7 +181,7 @@ def _attend_kernel(
 def _keep(part, lse, acc, best, mass, row, real, r, R: tl.constexpr):
     """Store a part and its log of mass; what saw nothing is zero, with a mass of zero."""
     some = mass > 0.0
-    part_rows = acc / tl.where(some, mass, 1.0)[:, None]
+    part_rows = acc * (1.0 / tl.where(some, mass, 1.0))[:, None]
     where = part + row[:, None] * R + r[None, :]
     tl.store(where, part_rows.to(part.dtype.element_ty), mask=real[:, None] & (r < R)[None, :])
     logs = tl.where(some, best + tl.log2(tl.where(some, mass, 1.0)), float("-inf"))
@@ -209,7 +211,7 @@ def _merge_kernel(
     row, r = pid % TH, tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     b = pid // TH
     _, total = slots_of(lengths, counts, b, T, L, COUNTS)
-    active = tl.cdiv(total, chunk_of(total, SPLITS, BLOCK_N)).to(tl.int32)
+    active = tl.cdiv(total, chunk_of(total, SPLITS, BLOCK_N))
     first = b * SPLITS * TH + row
     most, mass = split_weights(lse + first, SPLITS, active, SPLITS_PAD, TH)
     acc = tl.zeros((BLOCK_S, BLOCK_R), tl.float32)

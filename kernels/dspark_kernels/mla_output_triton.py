@@ -71,7 +71,7 @@ def _merged_rows(
         weights = tl.exp2(tl.load(lse + i * TH + rows, mask=real, other=float("-inf")) - most)
         where = part + (i * TH + rows)[:, None].to(tl.int64) * R + r[None, :]
         acc += tl.load(where, mask=inside, other=0.0).to(tl.float32) * weights[:, None]
-    return acc / tl.where(mass > 0.0, mass, 1.0)[:, None]
+    return acc * (1.0 / tl.where(mass > 0.0, mass, 1.0))[:, None]
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def _values_kernel(
     active = 1
     if not MERGED:
         _, total = slots_of(lengths, counts, b, T, L, COUNTS)
-        active = tl.cdiv(total, chunk_of(total, SPLITS, BLOCK_N)).to(tl.int32)
+        active = tl.cdiv(total, chunk_of(total, SPLITS, BLOCK_N))
     first = b * SPLITS * T * H + h
     part += first * R
     lse += first
