@@ -12,10 +12,13 @@ Letters: B batch, G slots, D hidden, H heads, C cached rows, L layers; widths as
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dspark import ops
 from dspark.draft.attention import rms_norm
 from dspark.draft.config import DraftConfig
 from dspark.draft.mla import mla_shape, turned
@@ -68,17 +71,20 @@ class MLABackbone:
         batch, slots, width = hidden.shape
         rotation = self._rotation(context, slots, context.common_length)
         places: dict[tuple[int, bool], BlockPlace] = {}
+        starts: dict[int, Tensor] = {}
         hidden = hidden.reshape(batch * slots, width)
         for index, layer in enumerate(context.weights.layers):
-            kind = (context.rings[index].size, self.config.causal(index))
-            if kind not in places:
-                places[kind] = context.rings[index].place(context, kind[1])
+            ring, causal = context.rings[index], self.config.causal(index)
+            if (ring.size, causal) not in places:
+                places[ring.size, causal] = ring.place(context, causal)
+                starts[ring.size] = ring.starts(context)
             q, row, gate = self._project(hidden, layer, rotation, (batch, slots))
-            latents = places[kind].write(context.latents[index], row)
-            mixed = self._attend(q, latents[:, 0], places[kind].mask, layer)
-            if gate is not None:
-                mixed = mixed * gate.sigmoid()
-            hidden = layer.mlp.add(torch.addmm(hidden, mixed, layer.output))
+            latents = places[ring.size, causal].write(context.latents[index], row)
+            mixed = ops.mla_output(
+                q, latents[:, 0], starts[ring.size], self.shape.kv_lora_rank, layer.value_up, gate,
+                None if causal else self._every_slot(slots, hidden.device),
+            )  # fmt: skip
+            hidden = layer.mlp.add(torch.addmm(hidden, mixed.flatten(0, 1), layer.output))
         return hidden.view(batch, slots, width)
 
     def train(self, hidden: Tensor, features: Tensor, valid: Tensor, anchors: Tensor) -> Tensor:
@@ -100,9 +106,9 @@ class MLABackbone:
         rotation: Rotation | None,
         shape: tuple[int, int],
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Queries in the latent space [B, H*G, R+p], the block's rows [B, 1, G, R+p], and a gate.
+        """Queries in the latent space [B, G, H, R+p], scaled; the block's rows [B, 1, G, R+p].
 
-        The gate, where there is one, is [B*G, H*v].
+        And the gate [B, G, H*v], where there is one.
         """
         eps, sizes, heads = self.config.rms_norm_eps, self.shape, self.config.num_attention_heads
         low = F.linear(rms_norm(hidden, layer.norm, eps), layer.down)
@@ -120,22 +126,13 @@ class MLABackbone:
         parts = torch.cat((q_p, k_p.view(*shape, 1, -1)), 2)
         parts = turned(parts, rotation).transpose(1, 2)  # [B, H+1, G, p]
         q_latent = torch.matmul(q_n.transpose(1, 2), layer.key_up)
-        queries = torch.cat((q_latent, parts[:, :-1]), -1).flatten(1, 2)
+        queries = torch.cat((q_latent, parts[:, :-1]), -1).transpose(1, 2) * self.scale
         latent = rms_norm(c, layer.kv_norm, eps).view(shape[0], 1, shape[1], -1)
         row = torch.cat((latent, parts[:, -1:]), -1)
-        return queries, row, gate if sizes.output_gate else None
+        return queries, row, gate.view(*shape, -1) if sizes.output_gate else None
 
-    def _attend(
-        self, q: Tensor, latents: Tensor, mask: Tensor | None, layer: PackedMLALayer
-    ) -> Tensor:
-        """q [B, H*G, R+p] over latents [B, C, R+p] -> [B*G, H*v]; softmax in float32."""
-        batch, heads = q.shape[0], self.config.num_attention_heads
-        scores = torch.matmul(q * self.scale, latents.transpose(1, 2))
-        if mask is not None:
-            by_head = scores.unflatten(1, (heads, -1))
-            scores = by_head.masked_fill(~mask, -torch.inf).flatten(1, 2)
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        weights = scores.softmax(-1, dtype=wide).to(q.dtype)
-        mixed = torch.matmul(weights, latents[..., : self.shape.kv_lora_rank])
-        mixed = torch.matmul(mixed.unflatten(1, (heads, -1)), layer.value_up)  # [B, H, G, v]
-        return mixed.transpose(1, 2).reshape(batch * mixed.shape[2], -1)
+    @staticmethod
+    @cache
+    def _every_slot(slots: int, device: torch.device) -> Tensor:
+        """[1, G, G] bool: a slot sees the whole block."""
+        return torch.ones(1, slots, slots, dtype=torch.bool, device=device)

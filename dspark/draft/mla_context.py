@@ -30,7 +30,7 @@ class PackedMLALayer:
 
     norm [D], of the layer's input; down [Q + R + p (+ H*v), D]: query latent, key-value latent and
     shared key, output gate; q_norm [Q]; q_up [H*(n+p), Q]; kv_norm [R]; key_up [H, n, R] and
-    value_up [H, R, v], which take queries into the latent space and sums out of it;
+    value_up [H, v, R], which take queries into the latent space and sums out of it;
     output [H*v, D].
     """
 
@@ -83,7 +83,7 @@ def _pack_layer(layer: DraftLayer) -> PackedMLALayer:
         q_up=attention.q_b_proj.weight.detach(),
         kv_norm=attention.kv_a_layernorm.weight.detach(),
         key_up=up[:, : shape.qk_nope_head_dim].contiguous(),
-        value_up=up[:, shape.qk_nope_head_dim :].transpose(1, 2).contiguous(),
+        value_up=up[:, shape.qk_nope_head_dim :].contiguous(),
         output=attention.o_proj.weight.t().contiguous(),
         mlp=PackedMLP.of(layer),
     )

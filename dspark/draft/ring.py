@@ -107,6 +107,13 @@ class Ring:
         buffer.zero_()
         buffer[..., at % self.size, :] = rows[..., at % other.size, :]
 
+    def starts(self, context: DraftContext) -> Tensor:
+        """[B] int64, the slot of each batch row where a block begins."""
+        length = context.common_length
+        if length is None:
+            return context.lengths.clamp(max=self.size)
+        return torch.full((context.batch,), min(length, self.size), device=context.device)
+
     def place(self, context: DraftContext, causal: bool) -> BlockPlace:
         """The block anchored at the context's lengths."""
         length, device = context.common_length, context.device
