@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark import ops
-from dspark.draft.attention import gated, rms_norm
+from dspark.draft.attention import SITU_BETA, SITU_LINEAR_BETA
 from dspark.draft.config import DraftConfig
 from dspark.draft.kda import (
     KDALayer,
@@ -89,12 +89,13 @@ class KDABackbone:
         """One block per row against the frozen states."""
         batch, slots, width = hidden.shape
         hidden = hidden.reshape(batch * slots, width)
+        eps, act = self.config.rms_norm_eps, self.config.hidden_act
+        betas = None if act == "silu" else (SITU_BETA, SITU_LINEAR_BETA)
         for index, layer in enumerate(context.weights.layers):
             mixed = self._mix(hidden, layer, *context.layer(index), slots)
-            hidden = torch.addmm(hidden, mixed, layer.output)
-            normed = rms_norm(hidden, layer.mlp_norm, self.config.rms_norm_eps)
-            gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
-            hidden = torch.addmm(hidden, gated(self.config.hidden_act, gate, up), layer.down)
+            hidden = ops.linear_rows(mixed, layer.output, residual=hidden)
+            inner = ops.gated_rows(hidden, layer.gate_up, norm=layer.mlp_norm, eps=eps, situ=betas)
+            hidden = ops.linear_rows(inner, layer.down, residual=hidden)
         return hidden.view(batch, slots, width)
 
     def train(self, hidden: Tensor, features: Tensor, valid: Tensor, anchors: Tensor) -> Tensor:
@@ -127,11 +128,17 @@ class KDABackbone:
     ) -> Tensor:
         """What the layer's heads answer, [B*G, H*K], before the output projection."""
         config, shape = self.config, self.shape
-        normed = rms_norm(hidden, layer.attention_norm, config.rms_norm_eps)
-        inputs = (normed @ layer.inputs).view(-1, slots, layer.inputs.shape[1]) + layer.slots
+        batch = len(hidden) // slots
+        inputs = ops.linear_rows(
+            hidden,
+            layer.inputs,
+            norm=layer.attention_norm,
+            eps=config.rms_norm_eps,
+            residual=layer.slots.expand(batch, -1, -1).reshape(len(hidden), -1),
+        )
         mixed = ops.kda_linear(
-            inputs, window, layer.conv, layer.decay, layer.dt_bias, layer.rate, layer.output_norm,
-            state, shape.order, shape.gate_lower_bound, config.rms_norm_eps,
+            inputs.view(batch, slots, -1), window, layer.conv, layer.decay, layer.dt_bias,
+            layer.rate, layer.output_norm, state, shape.order, shape.gate_lower_bound, config.rms_norm_eps,
             layer.sharpness, layer.gain,
         )  # fmt: skip
         return mixed.flatten(0, 1)

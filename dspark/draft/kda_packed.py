@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dspark.draft.kda import DraftKDA, KDALayer, wide
@@ -23,12 +24,12 @@ from dspark.draft.kda import DraftKDA, KDALayer, wide
 
 @dataclass(frozen=True)
 class PackedKDALayer:
-    """Weights of one layer; those that add to the residual are transposed for `addmm`.
+    """Weights of one layer.
 
-    inputs [D, C + HK + R + H]: q, k, v, output gate, low-rank decay, beta
+    inputs [C + HK + R + H, D]: q, k, v, output gate, low-rank decay, beta
     slots [G, C + HK + R + H]: the same of the slot embeddings
     decay [R, HK]; dt_bias [H, K]; rate [H, 1], exp(A_log); conv [W, C]
-    output_norm [K]; output [HK, D]; attention_norm, mlp_norm [D]; gate_up [2F, D]; down [F, D]
+    output_norm [K]; output [D, HK]; attention_norm, mlp_norm [D]; gate_up [2F, D]; down [D, F]
     sharpness, gain: of the softmax between slots, [H] and [H, 1], or None
     """
 
@@ -86,21 +87,29 @@ def _pack_layer(layer: KDALayer) -> PackedKDALayer:
     mixer: DraftKDA = layer.self_attn
     mlp = layer.mlp
     names = ("q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj")
-    inputs = torch.cat([getattr(mixer, name).weight for name in names]).t().contiguous()
+    inputs = _rows(torch.cat([getattr(mixer, name).weight for name in names]))
     softmax = mixer.shape.block_softmax
     return PackedKDALayer(
         inputs=inputs,
-        slots=mixer.slot_embedding @ inputs,
+        slots=F.linear(mixer.slot_embedding, inputs),
         decay=mixer.f_b_proj.weight.t().contiguous(),
         dt_bias=wide(mixer.dt_bias).clone().view(mixer.heads, -1),
         rate=wide(mixer.A_log).exp()[:, None],
         conv=mixer.conv_taps().contiguous(),
         output_norm=mixer.o_norm.weight.detach().clone(),
-        output=mixer.o_proj.weight.t().contiguous(),
+        output=_rows(mixer.o_proj.weight),
         attention_norm=layer.input_layernorm.weight.detach().clone(),
         mlp_norm=layer.post_attention_layernorm.weight.detach().clone(),
-        gate_up=torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)),
-        down=mlp.down_proj.weight.t().contiguous(),
+        gate_up=_rows(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))),
+        down=_rows(mlp.down_proj.weight),
         sharpness=mixer.softmax_sharpness.detach().clone() if softmax else None,
         gain=mixer.softmax_gain.detach().clone()[:, None] if softmax else None,
     )
+
+
+def _rows(weight: Tensor) -> Tensor:
+    """A copy [outputs, inputs]: by rows in a GPU's memory, which kernels read so, and by columns in
+    a CPU's, whose products of a few rows are faster so."""
+    if weight.device.type == "cpu":
+        return weight.t().clone(memory_format=torch.contiguous_format).t()
+    return weight.clone(memory_format=torch.contiguous_format)
