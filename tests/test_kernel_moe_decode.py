@@ -17,7 +17,7 @@ from dspark_kernels import moe_decode_triton as kernel
 from dspark_kernels import mxfp4 as plain_mxfp4
 from dspark_kernels.linear_rows_triton import Plan
 from dspark_kernels.moe_decode import Experts, MoE
-from dspark_kernels.moe_decode_triton import BF16, SCALED, WORDS, MoEPlan
+from dspark_kernels.moe_decode_triton import MoEPlan
 from tests.k3_tiny import PLAIN, TINY, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,14 +72,11 @@ def _rows(n: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
     return 3 * x, (1 + 0.1 * torch.randn(D, device=DEVICE)).bfloat16(), residual
 
 
-def _whole_tiles(n: int, form: int) -> MoEPlan:
-    """Few and large programs: the interpreter pays for each."""
-    dot = n > 1
-    step = 4 if form == WORDS else 32
-    return MoEPlan(
-        Plan(64, 32, 4, 2, dot=dot), Plan(32, step, 4, 2, dot=dot), Plan(32, step, 4, 2, dot=dot),
-        form,
-    )  # fmt: skip
+def _whole_tiles(n: int, packed: bool = False, dot: bool = True) -> MoEPlan:
+    """Few and large programs: the interpreter pays for each. Packed experts step by words."""
+    dot = dot and n > 1
+    cut = Plan(32, 4 if packed else 32, 4, 2, dot=dot)
+    return MoEPlan(Plan(64, 32, 4, 2, dot=n > 1), cut, cut)
 
 
 def _check(moe: MoE, n: int, how: MoEPlan, normed: bool = True) -> Tensor:
@@ -141,21 +138,22 @@ def test_kernel_without_a_latent_space(
 ) -> None:
     """One row finds its own experts where they are few, and reads a list where they are many."""
     monkeypatch.setattr(kernel, "FEW", few)
-    _check(_random(64, 7, 2, 32, 48, latent=None, packed=False), n, _whole_tiles(n, BF16))
+    _check(_random(64, 7, 2, 32, 48, latent=None, packed=False), n, _whole_tiles(n))
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize(("n", "dot"), [(1, False), (3, True), (3, False)])
 @pytest.mark.parametrize("packed", [False, True], ids=["bf16", "mxfp4"])
-def test_kernel_with_a_latent_space(n: int, packed: bool, poison: None) -> None:
+def test_kernel_with_a_latent_space(n: int, dot: bool, packed: bool, poison: None) -> None:
+    """Rows of one expert at once, and one after the other."""
     moe = _random(64, 7, 2, 32, 48, latent=96, packed=packed)
-    _check(moe, n, _whole_tiles(n, WORDS if packed else BF16))
+    _check(moe, n, _whole_tiles(n, packed, dot))
 
 
 def test_more_choices_than_experts_and_no_shared_one(poison: None) -> None:
     """Slots are experts there; two of them are chosen by nobody."""
     moe = _random(64, 5, 2, 32, 0, latent=None, packed=False)
     moe = replace(moe, bias=torch.tensor([0.0, -9.0, 0.0, -9.0, 0.0], device=DEVICE))
-    chosen = _check(moe, 4, _whole_tiles(4, BF16))
+    chosen = _check(moe, 4, _whole_tiles(4))
     assert not ({1, 3} & set(chosen.flatten().tolist()))
 
 
@@ -165,7 +163,7 @@ def test_experts_that_nobody_chose_are_not_read(poison: None) -> None:
     for w in (moe.experts.w1, moe.experts.w3, moe.experts.w2):
         w[[0, 2, 3, 5]] = torch.nan
     x, norm, _ = _rows(3, 64)
-    found, chosen = kernel.by_plan(x, moe, norm, EPS, None, _whole_tiles(3, BF16))
+    found, chosen = kernel.by_plan(x, moe, norm, EPS, None, _whole_tiles(3))
     assert set(chosen.flatten().tolist()) == {1, 4}
     assert found.isfinite().all()
 
@@ -177,12 +175,11 @@ def test_equal_scores_take_the_lowest_ids_and_bias_only_chooses(few: bool) -> No
     bias = torch.tensor([0.0, 0.5, 0.0, 0.5, 0.5], device=DEVICE)
     moe = replace(moe, inputs=inputs, bias=bias, scaling=2.0)
     x, _, _ = _rows(1, 64)
-    projected = torch.zeros(1, 5, device=DEVICE)
     if few:
-        cut = _whole_tiles(1, BF16).gate_up
-        _, ids, weights = kernel._gate_up_one(x, moe, None, 0.0, projected, cut)
+        _, ids, weights, _ = kernel._gate_up_one(x, moe, None, 0.0, _whole_tiles(1))
     else:
-        ids, weights, _, _ = kernel._route(x, moe, None, 0.0, projected, BF16)
+        projected = torch.zeros(1, 5, device=DEVICE)
+        ids, weights, _, _ = kernel._route(x, moe, None, 0.0, projected)
     assert ids.tolist() == [[1, 3]]
     torch.testing.assert_close(weights, torch.ones_like(weights))
 
@@ -190,9 +187,9 @@ def test_equal_scores_take_the_lowest_ids_and_bias_only_chooses(few: bool) -> No
 def test_a_row_of_nan_names_experts_that_exist_and_harms_no_other() -> None:
     moe = _random(64, 6, 2, 32, 32, latent=None, packed=False)
     x, norm, _ = _rows(3, 64)
-    alone, _ = kernel.by_plan(x[:2], moe, norm, EPS, None, _whole_tiles(2, BF16))
+    alone, _ = kernel.by_plan(x[:2], moe, norm, EPS, None, _whole_tiles(2))
     x[2] = torch.nan
-    found, chosen = kernel.by_plan(x, moe, norm, EPS, None, _whole_tiles(3, BF16))
+    found, chosen = kernel.by_plan(x, moe, norm, EPS, None, _whole_tiles(3))
     assert ((chosen >= 0) & (chosen < 6)).all()
     assert found[2].isnan().all()
     assert torch.equal(found[:2], alone)
@@ -223,13 +220,13 @@ def test_kimi_linear_at_real_sizes(n: int, experts: int, poison: None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [1, 2, 8])
-@pytest.mark.parametrize("form", [WORDS, SCALED], ids=["words", "scaled"])
-def test_k3_at_real_widths(n: int, form: int, poison: None) -> None:
+@pytest.mark.parametrize("dot", [False, True])
+def test_k3_at_real_widths(n: int, dot: bool, poison: None) -> None:
     moe = _random(7168, 40, 16, 3072, 6144, latent=3584, packed=True)
     how = kernel.moe_plan(n, moe)
-    if form == SCALED:
-        cut = Plan(32, 128, 4, 3, dot=True)
-        how = replace(how, gate_up=cut, down=cut, form=SCALED)
+    if dot:
+        cut = Plan(64, 64, 4, 2, dot=True)
+        how = replace(how, gate_up=cut, down=cut)
     _check(moe, n, how, normed=False)
 
 

@@ -213,6 +213,8 @@ def plan(n: int, inputs: int, outputs: int) -> Plan | None:
     """The measured best cut; None: the library's product is faster."""
     if n == 1:
         step = _step(inputs, 1024)
+        if step == 1024 and outputs <= 4096:
+            return Plan(4, step, 4, 1)
         return Plan(16 if step <= 256 and outputs > 8192 else 8, step, 4, 3)
     return Plan(64, _step(inputs, 256), 4, 5, dot=True)
 

@@ -7,7 +7,8 @@
     5 combine   sum in a row's own order, norm
     6 project   back to D, with the shared expert      only with a latent space
 
-One row without a latent space takes 4 and 5 in one pass; with few experts 2 and 3, too.
+One row without a latent space takes 4 and 5 in one pass; with few experts 2 and 3 too,
+and then the shared expert's gate and up come along with the routed ones.
 
 The grid has min(n k, E) slots whatever the rows chose. With fewer choices than experts a slot is a
 choice, and works if no earlier one is the same expert; else a slot is an expert, and works if any
@@ -45,6 +46,8 @@ class MoEPlan:
     inputs: Plan
     gate_up: Plan
     down: Plan
+    router: Plan = Plan(2, 1024, 4, 3)  # noqa: RUF009
+    """Of one row and few experts, where the router is a launch of its own."""
 
 
 def moe_decode(
@@ -63,15 +66,15 @@ def by_plan(
     x: Tensor, moe: MoE, norm: Tensor | None, eps: float, residual: Tensor | None, how: MoEPlan
 ) -> tuple[Tensor, Tensor]:
     """`moe_decode` by a given plan."""
-    projected = project(x, moe.inputs, norm, eps, None, torch.float32, how.inputs)
     one = x.shape[0] == 1 and not moe.latent and not moe.experts.packed
     if one and moe.experts.count <= FEW:
-        h, ids, weights = _gate_up_one(x, moe, norm, eps, projected, how.gate_up)
-        return _down_one(h, ids, weights, projected, residual, moe, how.down), ids
+        h, ids, weights, tail = _gate_up_one(x, moe, norm, eps, how)
+        return _down_one(h, ids, weights, tail, residual, moe, how.down), ids
+    projected = project(x, moe.inputs, norm, eps, None, torch.float32, how.inputs)
     ids, weights, z, tail = _route(x, moe, norm, eps, projected)
     h = _gate_up(z, ids, moe, how)
     if one:
-        return _down_one(h, ids, weights, projected, residual, moe, how.down), ids
+        return _down_one(h, ids, weights, tail, residual, moe, how.down), ids
     partial, shared = _down(h, ids, tail, moe, how)
     if not moe.latent:
         out = torch.empty_like(x)
@@ -160,34 +163,42 @@ def _down(
 
 
 def _gate_up_one(
-    x: Tensor, moe: MoE, norm: Tensor | None, eps: float, projected: Tensor, cut: Plan
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The hidden rows [k, I], ids and weights [1, k]."""
-    k, E, inner, L = moe.top_k, moe.experts.count, moe.experts.inner, moe.experts.width
+    x: Tensor, moe: MoE, norm: Tensor | None, eps: float, how: MoEPlan
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The hidden rows [k, I], ids and weights [1, k], the shared expert's hidden row [1, S]."""
+    k, E, inner, L, S = (
+        moe.top_k,
+        moe.experts.count,
+        moe.experts.inner,
+        moe.experts.width,
+        moe.shared,
+    )
+    logits = project(x, moe.inputs[:E], norm, eps, None, torch.float32, how.router)
     ids = torch.empty(1, k, dtype=torch.int32, device=x.device)
     weights = torch.empty(1, k, dtype=torch.float32, device=x.device)
     h = torch.empty(k, inner, dtype=x.dtype, device=x.device)
+    tail = torch.empty(1, max(1, S), dtype=x.dtype, device=x.device)
     beta, linear_beta = moe.situ or (1.0, 1.0)
-    gate_up_one[(triton.cdiv(inner, cut.out), k)](
-        projected, moe.bias, x, norm, moe.experts.w1, moe.experts.w3, ids, weights, h,
-        eps, moe.scaling, beta, linear_beta, E=E, EP=triton.next_power_of_2(E), K=k, INNER=inner,
-        L=L, BO=cut.out, BK=cut.step, STAGES=cut.stages, NORM=norm is not None,
+    cut = how.gate_up
+    gate_up_one[(triton.cdiv(max(inner, S), cut.out), k + (S > 0))](
+        logits, moe.bias, x, norm, moe.experts.w1, moe.experts.w3, moe.inputs[E:], ids, weights,
+        h, tail, eps, moe.scaling, beta, linear_beta, E=E, EP=triton.next_power_of_2(E), K=k,
+        INNER=inner, L=L, S=S, BO=cut.out, BK=cut.step, STAGES=cut.stages, NORM=norm is not None,
         RENORM=moe.renormalise, SITU=moe.situ is not None, num_warps=cut.warps, **early(),
     )  # fmt: skip
-    return h, ids, weights
+    return h, ids, weights, tail
 
 
 def _down_one(
-    h: Tensor, ids: Tensor, weights: Tensor, projected: Tensor, residual: Tensor | None, moe: MoE,
+    h: Tensor, ids: Tensor, weights: Tensor, tail: Tensor, residual: Tensor | None, moe: MoE,
     cut: Plan,
 ) -> Tensor:  # fmt: skip
     k, inner, L, S = moe.top_k, moe.experts.inner, moe.experts.width, moe.shared
     out = torch.empty(1, L, dtype=h.dtype, device=h.device)
-    beta, linear_beta = moe.situ or (1.0, 1.0)
     down_one[(triton.cdiv(L, cut.out),)](
-        h, ids, weights, moe.experts.w2, projected[0, moe.experts.count :], moe.outputs, residual,
-        out, beta, linear_beta, K=k, INNER=inner, L=L, S=S, BO=cut.out, BK=cut.step,
-        ADD=residual is not None, SITU=moe.situ is not None, num_warps=cut.warps, **early(),
+        h, ids, weights, moe.experts.w2, tail, moe.outputs, residual, out,
+        K=k, INNER=inner, L=L, S=S, BO=cut.out, BK=cut.step, ADD=residual is not None,
+        num_warps=cut.warps, **early(),
     )  # fmt: skip
     return out
 

@@ -12,9 +12,12 @@ import triton
 import triton.language as tl
 
 from dspark_kernels import mxfp4_tile, rows_tile
+from dspark_kernels.interpreted import allow_loops
 from dspark_kernels.moe_route_triton import sort_key
 from dspark_kernels.mxfp4_tile import plane
 from dspark_kernels.overlap import begin, wait
+
+allow_loops()
 
 
 @triton.jit
@@ -39,39 +42,58 @@ def _who(
 
 
 @triton.jit
-def _product(
+def _which(ids, r, expert, K: tl.constexpr, KP: tl.constexpr):
+    """Whether row r chose the expert, and as which pair."""
+    j = tl.arange(0, KP)
+    match = tl.load(ids + r * K + j, mask=j < K, other=-1) == expert
+    return tl.sum(match.to(tl.int32), 0) > 0, r * K + tl.sum(tl.where(match, j, 0), 0)
+
+
+@triton.jit
+def _several(
     x, a, b, scale_a, scale_b, rows, live,
     I: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr,  # noqa: E741
-    STAGES: tl.constexpr, FORM: tl.constexpr, DUAL: tl.constexpr, DOT: tl.constexpr,
+    STAGES: tl.constexpr, PACKED: tl.constexpr, DUAL: tl.constexpr,
 ):  # fmt: skip
-    """[BO, N] each; a, b: pointers to the rows of a form, BK words or numbers a step."""
-    if not DOT:
-        own = x + tl.sum(rows, 0) * I
-    if FORM == 0:
-        if DOT:
-            acc_a, acc_b, _ = rows_tile.gemm(
-                x, x, a, b, rows, live, 0, I, I, BO, BK, N, STAGES, False, DUAL, True
-            )
-        else:
-            one_a, one_b, _ = rows_tile.gemv(
-                own, x, a, b, 0, I, I, BO, BK, STAGES, False, DUAL, True, False
-            )
-            acc_a = one_a[:, None]
-            acc_b = one_b[:, None]
-    elif FORM == 1:
-        if DOT:
-            acc_a, acc_b = mxfp4_tile.gemm(
-                x, a, b, scale_a, scale_b, rows, live, I, BO, BK, N, STAGES, DUAL
-            )
-        else:
-            one_a, one_b = mxfp4_tile.gemv(own, a, b, scale_a, scale_b, I, BO, BK, STAGES, DUAL)
-            acc_a = one_a[:, None]
-            acc_b = one_b[:, None]
-    else:
-        acc_a, acc_b = mxfp4_tile.gemm_scaled(
+    """Rows [N] of x at once: [BO, N] each; BK words or numbers a step."""
+    if PACKED:
+        acc_a, acc_b = mxfp4_tile.gemm(
             x, a, b, scale_a, scale_b, rows, live, I, BO, BK, N, STAGES, DUAL
         )
+    else:
+        acc_a, acc_b, _ = rows_tile.gemm(
+            x, x, a, b, rows, live, 0, I, I, BO, BK, N, STAGES, False, DUAL, True
+        )
     return acc_a, acc_b
+
+
+@triton.jit
+def _one(
+    x, a, b, scale_a, scale_b,
+    I: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,  # noqa: E741
+    PACKED: tl.constexpr, DUAL: tl.constexpr,
+):  # fmt: skip
+    """One row: [BO] each."""
+    if PACKED:
+        acc_a, acc_b = mxfp4_tile.gemv(x, a, b, scale_a, scale_b, I, BO, BK, STAGES, DUAL)
+    else:
+        acc_a, acc_b, _ = rows_tile.gemv(
+            x, x, a, b, 0, I, I, BO, BK, STAGES, False, DUAL, True, False
+        )
+    return acc_a, acc_b
+
+
+@triton.jit
+def _hidden(
+    h, gate, up, pair, o, inside, lift, beta, linear_beta,
+    INNER: tl.constexpr, PACKED: tl.constexpr, SITU: tl.constexpr,
+):  # fmt: skip
+    """Store act(gate, up) as ``down`` reads it."""
+    value = rows_tile.activate(gate, up, beta, linear_beta, SITU).to(h.dtype.element_ty)
+    if PACKED:
+        value = (value.to(tl.float32) * lift).to(h.dtype.element_ty)
+        o = plane(o, INNER)
+    tl.store(h + pair * INNER + o, value, mask=inside)
 
 
 @triton.jit
@@ -79,31 +101,43 @@ def gate_up(
     z, ids, w1, w3, s1, s3, h, n, lift, beta, linear_beta,
     K: tl.constexpr, KP: tl.constexpr, INNER: tl.constexpr, L: tl.constexpr,
     BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
-    DIRECT: tl.constexpr, FORM: tl.constexpr, SITU: tl.constexpr, DOT: tl.constexpr,
+    DIRECT: tl.constexpr, PACKED: tl.constexpr, SITU: tl.constexpr, DOT: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """h[pair] = act(W1 z, W3 z) of the slot's expert, for every row that chose it."""
+    """h[pair] = act(W1 z, W3 z) of the slot's expert, for every row that chose it.
+
+    DOT: all rows at once. Otherwise one after the other, for an expert has few: the tile comes from
+    memory once and from the caches after that.
+    """
     begin(EARLY)
     wait(EARLY)
-    expert, works, hit, pair = _who(ids, tl.program_id(1), n, K, KP, N, DIRECT)
+    expert, works, hit, pairs = _who(ids, tl.program_id(1), n, K, KP, N, DIRECT)
     if not works:
         return
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     at = expert * INNER + tl.minimum(o, INNER - 1)
-    ROW: tl.constexpr = L if FORM == 0 else (L // 8 if FORM == 1 else L // 2)
-    rows = tl.arange(0, N)
-    gate, up = _product(
-        z, w1 + at * ROW, w3 + at * ROW, s1 + at * (L // 32), s3 + at * (L // 32), rows, hit,
-        L, BO, BK, N, STAGES, FORM, True, DOT,
-    )  # fmt: skip
-    value = rows_tile.activate(gate, up, beta, linear_beta, SITU)
-    value = value.to(h.dtype.element_ty)
-    to = o
-    if FORM == 1:
-        value = (value.to(tl.float32) * lift).to(h.dtype.element_ty)
-        to = plane(o, INNER)
-    inside = hit[None, :] & (o < INNER)[:, None]
-    tl.store(h + pair[None, :] * INNER + to[:, None], value, mask=inside)
+    ROW: tl.constexpr = L // 8 if PACKED else L
+    a = w1 + at * ROW
+    b = w3 + at * ROW
+    s_a = s1 + at * (L // 32)
+    s_b = s3 + at * (L // 32)
+    if DOT:
+        rows = tl.arange(0, N)
+        gate, up = _several(z, a, b, s_a, s_b, rows, hit, L, BO, BK, N, STAGES, PACKED, True)
+        inside = hit[None, :] & (o < INNER)[:, None]
+        _hidden(
+            h, gate, up, pairs[None, :], o[:, None], inside, lift, beta, linear_beta,
+            INNER, PACKED, SITU,
+        )  # fmt: skip
+    else:
+        for r in tl.range(0, n):
+            chose, pair = _which(ids, r, expert, K, KP)
+            if chose:
+                gate, up = _one(z + r * L, a, b, s_a, s_b, L, BO, BK, STAGES, PACKED, True)
+                _hidden(
+                    h, gate, up, pair, o, o < INNER, lift, beta, linear_beta,
+                    INNER, PACKED, SITU,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -111,7 +145,7 @@ def down(
     h, ids, w2, s2, partial, tail, w_shared, shared, n,
     K: tl.constexpr, KP: tl.constexpr, INNER: tl.constexpr, L: tl.constexpr, S: tl.constexpr,
     SLOTS: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr,
-    STAGES: tl.constexpr, DIRECT: tl.constexpr, FORM: tl.constexpr, SHARED: tl.constexpr,
+    STAGES: tl.constexpr, DIRECT: tl.constexpr, PACKED: tl.constexpr, SHARED: tl.constexpr,
     DOT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """partial[pair] = W2 h[pair]; the slot behind the last is the shared expert."""
@@ -124,37 +158,78 @@ def down(
         if slot == SLOTS:
             a = w_shared + tl.minimum(o, L - 1).to(tl.int64) * S
             SK: tl.constexpr = 64 if S % 64 == 0 else 16
-            acc, _ = _product(tail, a, a, a, a, rows, rows < n, S, BO, SK, N, STAGES, 0, False, DOT)
+            acc, _ = _several(tail, a, a, a, a, rows, rows < n, S, BO, SK, N, STAGES, False, False)
             inside = (rows < n)[None, :] & (o < L)[:, None]
             tl.store(shared + rows[None, :] * L + o[:, None], acc, mask=inside)
             return
-    expert, works, hit, pair = _who(ids, slot, n, K, KP, N, DIRECT)
+    expert, works, hit, pairs = _who(ids, slot, n, K, KP, N, DIRECT)
     if not works:
         return
     at = expert * L + tl.minimum(o, L - 1)
-    ROW: tl.constexpr = INNER if FORM == 0 else (INNER // 8 if FORM == 1 else INNER // 2)
+    ROW: tl.constexpr = INNER // 8 if PACKED else INNER
     a = w2 + at * ROW
     scale = s2 + at * (INNER // 32)
-    acc, _ = _product(h, a, a, scale, scale, pair, hit, INNER, BO, BK, N, STAGES, FORM, False, DOT)
-    inside = hit[None, :] & (o < L)[:, None]
-    tl.store(partial + pair[None, :] * L + o[:, None], acc, mask=inside)
+    if DOT:
+        acc, _ = _several(
+            h, a, a, scale, scale, pairs, hit, INNER, BO, BK, N, STAGES, PACKED, False
+        )
+        inside = hit[None, :] & (o < L)[:, None]
+        tl.store(partial + pairs[None, :] * L + o[:, None], acc, mask=inside)
+    else:
+        for r in tl.range(0, n):
+            chose, pair = _which(ids, r, expert, K, KP)
+            if chose:
+                one, _ = _one(
+                    h + pair * INNER, a, a, scale, scale, INNER, BO, BK, STAGES, PACKED, False
+                )
+                tl.store(partial + pair * L + o, one, mask=o < L)
+
+
+@triton.jit
+def _hidden_one(
+    x, norm, a, b, out, o, width, eps, beta, linear_beta,
+    I: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,  # noqa: E741
+    NORM: tl.constexpr, SITU: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out[o] = act(a norm(x), b norm(x))."""
+    gate, up, square = rows_tile.gemv(
+        x, norm, a, b, 0, I, I, BO, BK, STAGES, NORM, True, True, EARLY
+    )
+    if NORM:
+        scale = tl.rsqrt(square / I + eps)
+        gate = gate * scale
+        up = up * scale
+    value = rows_tile.activate(gate, up, beta, linear_beta, SITU)
+    tl.store(out + o, value.to(out.dtype.element_ty), mask=o < width)
 
 
 @triton.jit
 def gate_up_one(
-    logits, bias, x, norm, w1, w3, ids, weights, h, eps, scaling, beta, linear_beta,
+    logits, bias, x, norm, w1, w3, w_shared, ids, weights, h, tail,
+    eps, scaling, beta, linear_beta,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, L: tl.constexpr,
-    BO: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    S: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, RENORM: tl.constexpr, SITU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row, few experts, no latent space: the slot-th best expert, found by every program.
 
     An expert's rank is the number of better ones: EP^2 comparisons at once instead of k rounds and
-    a launch of their own. The first tile's programs write ids and weights.
+    a launch of their own. The first tile's programs write ids and weights. Slot 0 is the shared
+    expert where there is one: its weights are on their way while the router ends.
     """
     begin(EARLY)
-    wait(EARLY)
     slot = tl.program_id(1)
+    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    if S > 0:
+        if slot == 0:
+            a = w_shared + tl.minimum(o, S - 1).to(tl.int64) * L
+            _hidden_one(
+                x, norm, a, a + S * L, tail, o, S, eps, beta, linear_beta,
+                L, BO, BK, STAGES, NORM, SITU, EARLY,
+            )  # fmt: skip
+            return
+        slot -= 1
+    wait(EARLY)
     e = tl.arange(0, EP)
     score = tl.sigmoid(tl.load(logits + e, mask=e < E, other=0.0))
     key = sort_key(score + tl.load(bias + e, mask=e < E, other=0.0), e)
@@ -167,47 +242,44 @@ def gate_up_one(
             weight = weight / (tl.sum(tl.where(rank < K, score, 0.0), 0) + 1e-20)
         tl.store(ids + slot, expert)
         tl.store(weights + slot, weight * scaling)
-    o = tl.program_id(0) * BO + tl.arange(0, BO)
     at = (expert.to(tl.int64) * INNER + tl.minimum(o, INNER - 1)) * L
-    gate, up, square = rows_tile.gemv(
-        x, norm, w1 + at, w3 + at, 0, L, L, BO, BK, STAGES, NORM, True, True, False
-    )
-    if NORM:
-        scale = tl.rsqrt(square / L + eps)
-        gate = gate * scale
-        up = up * scale
-    value = rows_tile.activate(gate, up, beta, linear_beta, SITU)
-    tl.store(h + slot * INNER + o, value.to(h.dtype.element_ty), mask=o < INNER)
+    _hidden_one(
+        x, norm, w1 + at, w3 + at, h + slot * INNER, o, INNER, eps, beta, linear_beta,
+        L, BO, BK, STAGES, NORM, SITU, False,
+    )  # fmt: skip
 
 
 @triton.jit
 def down_one(
-    h, ids, weights, w2, gate_and_up, w_shared, residual, out, beta, linear_beta,
+    h, ids, weights, w2, tail, w_shared, residual, out,
     K: tl.constexpr, INNER: tl.constexpr, L: tl.constexpr, S: tl.constexpr,
-    BO: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, SITU: tl.constexpr,
-    EARLY: tl.constexpr,
+    BO: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row: out = sum_j w_j W2_j h_j + W_shared act(gate, up) + residual, in one pass."""
+    """One row: out = sum_j w_j W2_j h_j + W_shared tail + residual, in one pass."""
     begin(EARLY)
-    wait(EARLY)
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     row = tl.minimum(o, L - 1).to(tl.int64)
     cols = tl.arange(0, BK)
     acc = tl.zeros([BO, BK], tl.float32)
+    if S > 0:
+        a = w_shared + row * S
+        first = tl.load(a[:, None] + cols[None, :], mask=(cols < S)[None, :], other=0.0)
+        wait(EARLY)
+        x = tl.load(tail + cols, mask=cols < S, other=0.0)
+        acc += first.to(tl.float32) * x.to(tl.float32)[None, :]
+        for k in tl.static_range(BK, S, BK):
+            inside = k + cols < S
+            x = tl.load(tail + k + cols, mask=inside, other=0.0)
+            tile = tl.load(a[:, None] + (k + cols)[None, :], mask=inside[None, :], other=0.0)
+            acc += tile.to(tl.float32) * x.to(tl.float32)[None, :]
+    else:
+        wait(EARLY)
     for j in tl.static_range(K):
         a = w2 + (tl.load(ids + j).to(tl.int64) * L + row) * INNER
         w = tl.load(weights + j)
         for k in tl.static_range(0, INNER, BK):
             x = w * tl.load(h + j * INNER + k + cols).to(tl.float32)
             acc += tl.load(a[:, None] + (k + cols)[None, :]).to(tl.float32) * x[None, :]
-    for k in tl.static_range(0, S, BK):
-        inside = k + cols < S
-        gate = tl.load(gate_and_up + k + cols, mask=inside, other=0.0)
-        up = tl.load(gate_and_up + S + k + cols, mask=inside, other=0.0)
-        x = rows_tile.activate(gate, up, beta, linear_beta, SITU).to(h.dtype.element_ty)
-        a = w_shared + row * S
-        tile = tl.load(a[:, None] + (k + cols)[None, :], mask=inside[None, :], other=0.0)
-        acc += tile.to(tl.float32) * x.to(tl.float32)[None, :]
     total = tl.sum(acc, 1)
     if ADD:
         total += tl.load(residual + o, mask=o < L, other=0.0).to(tl.float32)

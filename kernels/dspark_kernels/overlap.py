@@ -22,8 +22,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @cache
 def early() -> dict[str, bool]:
     """What a launch adds to its arguments."""
-    if os.environ.get("DSPARK_EARLY") != "1":
-        return {"EARLY": False}
     if os.environ.get("TRITON_INTERPRET") == "1" or torch.version.hip is not None:
         return {"EARLY": False}
     if torch.cuda.get_device_capability() < (9, 0):
