@@ -138,8 +138,8 @@ class KDABackbone:
         )
         mixed = ops.kda_linear(
             inputs.view(batch, slots, -1), window, layer.conv, layer.decay, layer.dt_bias,
-            layer.rate, layer.output_norm, state, shape.order, shape.gate_lower_bound, config.rms_norm_eps,
-            layer.sharpness, layer.gain,
+            layer.rate, layer.output_norm, state, shape.order, shape.gate_lower_bound,
+            config.rms_norm_eps, layer.sharpness, layer.gain,
         )  # fmt: skip
         return mixed.flatten(0, 1)
 
