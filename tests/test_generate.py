@@ -1,45 +1,32 @@
-"""`dspark generate`: what it shows is what was committed, token by token, however it is shown."""
+"""`dspark generate`: the text is what was committed, and whatever goes wrong is one line."""
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import io
 import json
 import os
 import re
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import dspark
-import dspark.generation.run
 from dspark import cli, console
-from dspark.draft.checkpoint import save_drafter
-from dspark.draft.config import DraftConfig
-from dspark.draft.model import DSparkDrafter
-from dspark.errors import UserError
-from dspark.generation.account import Account
-from dspark.generation.asked import endings, rules_of
-from dspark.generation.options import GenerateOptions
-from dspark.generation.reader import Piece, Reader
-from dspark.generation.screen import BRACKETS, Marked, Plain, marked
-from dspark.runtime.cost_model import COST_MODEL_FILE, BatchCosts, CostModel
-from dspark.runtime.records import Emitted, EmittedKind, RoundRecord
-from dspark.runtime.stops import StopStrings
+from dspark.generation.asked import endings
+from dspark.generation.reader import Reader
+from dspark.runtime.records import Emitted
 from tests import chat_tokenizers, tiny_pair
 
 REPO = Path(__file__).resolve().parent.parent
+
+
 QUESTION = "What is 3 + 4?"
+
+
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -72,9 +59,6 @@ def document(run: Run, pair: tiny_pair.TinyPair) -> Callable[..., dict[str, Any]
         return dict(json.loads(out))
 
     return call
-
-
-# ----------------------------------------------------------------------------------- what is said
 
 
 @pytest.mark.parametrize(
@@ -177,193 +161,6 @@ def test_a_seed_repeats_a_sampled_text_and_another_differs(
         return list(found["tokens"])
 
     assert sampled(1) == sampled(1) != sampled(2)
-
-
-# ---------------------------------------------------------------------------------- how it is shown
-
-
-def _kinds(shown: str) -> list[tuple[str, str]]:
-    """Kind and text of each token in brackets, from what a pipe receives."""
-    pattern = "|".join(
-        rf"{re.escape(left)}(?P<{kind}>.*?){re.escape(right)}"
-        for kind, (left, right) in BRACKETS.items()
-        if left
-    )
-    return [(str(m.lastgroup), m[str(m.lastgroup)]) for m in re.finditer(pattern, shown)]
-
-
-def test_marks_say_where_each_token_came_from(
-    run: Run, document: Callable[..., dict[str, Any]], pair: tiny_pair.TinyPair
-) -> None:
-    """Letters and spaces only, so that the text holds no bracket of its own."""
-    tokenizer = chat_tokenizers.k3()
-    words = [" apples", " total", " is", " step", "a", "The"]
-    bias = [f"{tokenizer(word, add_special_tokens=False).input_ids[0]}:40" for word in words]
-    options = ["--logit-bias", *bias, "--siblings", "2"]
-    found = document(*options)
-    code, out, _ = run(
-        QUESTION, "--draft", pair.draft, "--max-new-tokens", "24", "--show-draft", *options
-    )
-    assert code == 0
-    legend, shown = out.split("\n", 1)
-    assert [kind for kind, _ in _kinds(legend)] == ["accepted", "sibling", "corrected", "bonus"]
-    marks = [(e["kind"], e["text"]) for e in found["emitted"] if e["text"]]
-    assert marks[0][0] == "first"
-    assert _kinds(shown) == [(kind, text) for kind, text in marks if kind not in ("first", "plain")]
-    assert len({kind for kind, _ in marks}) > 2
-    for emitted in found["emitted"]:
-        assert (emitted["confidence"] is not None) == (emitted["kind"] == "accepted")
-    numbers = [int(n) for n in re.findall(r"\)(\d+)", shown)]
-    assert numbers == [
-        min(99, int(100 * e["confidence"])) for e in found["emitted"] if e["kind"] == "accepted"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "confidence", "colour", "brackets"),
-    [
-        ("accepted", " a", 0.974, " a⁹⁷", "( a)97"),
-        ("accepted", "a\n\nb", 0.999, "a⏎⁹⁹\n⏎\nb", "(a\\n\\nb)99\n\n"),
-        ("accepted", "a", None, "a", "(a)"),
-        ("sibling", "\n", None, "⏎\n", "<\\n>\n"),
-        ("corrected", "é", None, "é", "[é]"),
-        ("bonus", "x", None, "x", "{x}"),
-        ("first", "x", None, "x", "x"),
-        ("plain", "x\n", None, "x⏎\n", "x\n"),
-    ],
-)
-def test_marks_of_each_kind(
-    kind: EmittedKind, text: str, confidence: float | None, colour: str, brackets: str
-) -> None:
-    piece = Piece(text, Emitted(7, kind, confidence))
-    assert marked(piece, colour=True).plain == colour
-    assert marked(piece, colour=False).plain == brackets
-
-
-def test_colours_on_a_terminal_and_brackets_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    def shown() -> str:
-        out = io.StringIO()
-        screen = Marked(out)
-        screen.show(Piece("word", Emitted(7, "corrected")))
-        screen.finish()
-        return out.getvalue()
-
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    assert "\x1b[1;31mword\x1b[0m" in shown()
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "[word]" in shown()
-    monkeypatch.delenv("FORCE_COLOR")
-    assert "\x1b" not in shown()
-
-
-def test_the_picture_is_an_svg_of_the_marks_that_needs_no_network(
-    run: Run, pair: tiny_pair.TinyPair, tmp_path: Path
-) -> None:
-    file = tmp_path / "new" / "a.svg"
-    code, _, _ = run(
-        QUESTION, "--draft", pair.draft, "--max-new-tokens", "9", "--show-draft", "--stats",
-        "--svg", file,
-    )  # fmt: skip
-    assert code == 0
-    text = file.read_text(encoding="utf-8")
-    assert "@font-face" not in text
-    assert set(re.findall(r"https?://[^\s\"]+", text)) <= {
-        "http://www.w3.org/2000/svg", "https://www.textualize.io",
-    }  # fmt: skip
-    words = "".join(ElementTree.fromstring(text).itertext()).replace("\xa0", " ")
-    for part in ("dspark generate", "--show-draft --stats", "bonus of the target", "9 tokens"):
-        assert part in words
-    assert str(pair.draft) not in words
-
-
-# ------------------------------------------------------------------------------ pieces as they come
-
-
-def _reader(stops: Sequence[str], ends: Sequence[int] = ()) -> tuple[Reader, list[str]]:
-    shown: list[str] = []
-    tokenizer = chat_tokenizers.k3()
-    search = StopStrings(stops, tokenizer).start()
-    return Reader(search, ends, lambda piece: shown.append(piece.text)), shown
-
-
-def _emitted(text: str) -> list[Emitted]:
-    ids = chat_tokenizers.k3()(text, add_special_tokens=False).input_ids
-    return [Emitted(token, "plain") for token in ids]
-
-
-def test_text_is_shown_as_it_is_committed(
-    monkeypatch: pytest.MonkeyPatch, run: Run, pair: tiny_pair.TinyPair
-) -> None:
-    """After every round stdout holds all of its text, but for an unfinished character."""
-    read, lengths = Reader.read, []
-
-    def watched(self: Reader, emitted: Sequence[Emitted]) -> None:
-        read(self, emitted)
-        lengths.append((len(self.text), len(sys.stdout.getvalue())))  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(Reader, "read", watched)
-    monkeypatch.setattr("sys.stdout", io.StringIO())
-    assert run(QUESTION, "--draft", pair.draft, "--max-new-tokens", "24")[0] == 0
-    assert len(lengths) > 3
-    assert all(certain == written for certain, written in lengths)
-
-
-def test_a_character_of_several_tokens_is_shown_whole() -> None:
-    reader, shown = _reader([])
-    for emitted in _emitted("a💩b"):
-        reader.read([emitted])
-    reader.finish()
-    assert shown == ["a", "💩", "b"]
-    assert [piece.text for piece in reader.pieces] == ["a", "", "", "", "💩", "b"]
-
-
-def test_a_text_that_breaks_off_in_a_character_says_so_once() -> None:
-    reader, shown = _reader([])
-    reader.read(_emitted("a💩")[:3])
-    reader.finish()
-    assert shown == ["a", BROKEN]
-    assert "".join(piece.text for piece in reader.pieces) == reader.text == f"a{BROKEN}"
-    assert len(reader.pieces) == 3
-
-
-def test_what_may_begin_a_stop_string_waits() -> None:
-    reader, shown = _reader(["\n\nHuman:"])
-    reader.read(_emitted("x"))
-    reader.read(_emitted("\n"))
-    assert shown == ["x"]
-    reader.read(_emitted("y"))
-    assert "".join(shown) == "x\ny"
-    for emitted in _emitted("\n\nHuman: never shown"):
-        if reader.found is None:
-            reader.read([emitted])
-    reader.finish()
-    assert "".join(shown) == reader.text == "x\ny"
-    assert reader.found == "\n\nHuman:"
-
-
-def test_the_token_that_straddles_a_stop_is_cut() -> None:
-    tokenizer = chat_tokenizers.k3()
-    ordinary = range(256, min(tokenizer.added_tokens_decoder))
-    token = max(ordinary, key=lambda i: len(tokenizer.decode([i])))
-    text = tokenizer.decode([token])
-    assert len(text) >= 4
-    reader, shown = _reader([text[2:4]])
-    reader.read([Emitted(token, "accepted", 0.5)])
-    reader.finish()
-    assert shown == [text[:2]]
-    assert [piece.text for piece in reader.pieces] == [text[:2]]
-
-
-def test_an_end_token_has_no_text_even_if_it_is_an_ordinary_word() -> None:
-    ends = [_emitted("a")[0].token]
-    reader, shown = _reader([], ends)
-    reader.read(_emitted("ba"))
-    reader.finish()
-    assert (shown, len(reader.pieces)) == (["b"], 2)
-
-
-# ------------------------------------------------------------------------------------ wrong and odd
 
 
 @pytest.mark.parametrize(
@@ -534,173 +331,3 @@ def test_a_reader_that_leaves_early_is_no_error(pair: tiny_pair.TinyPair) -> Non
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(timeout=60) == 1
-
-
-# -------------------------------------------------------------------------------------- the account
-
-
-def _record(**changed: Any) -> RoundRecord:
-    record = RoundRecord(
-        drafted=4, verified=4, accepted=2, emitted=3, level=2, draft_s=0.002, verify_s=0.006,
-        other_s=0.002, confidence=(0.9, 0.8, 0.5, 0.25), entropy=(0.1, 0.2, 0.3, 0.4),
-    )  # fmt: skip
-    return dataclasses.replace(record, **changed)
-
-
-def test_figures_of_a_generation() -> None:
-    rounds = [_record(), _record(accepted=4, emitted=5, level=0, draft_s=0.012)]
-    account = Account(list(range(9)), "stop", rounds, 0.5, 0.04)
-    assert account.tokens_per_s == 8 / 0.04
-    assert account.accepted_length == 4
-    assert account.draft_share == pytest.approx(0.014 / 0.030)
-    assert account.summary() == (
-        "9 tokens, 200.0 tokens/s, accepted length 4.00 over 2 rounds, 47% of the time drafting, "
-        "stop string"
-    )
-    columns = [list(column.cells) for column in account.table().columns]
-    assert columns[0] == ["1", "2"]
-    assert columns[4] == ["corrected", "all accepted"]
-    assert columns[5] == ["90 80 | 50 25", "90 80 50 25 |"]
-    assert columns[6] == ["2.0", "12.0"]
-    assert Account([3], "end", [], 0.1, 0.0).summary() == "1 token, end token"
-
-
-def test_step_times_beside_the_drafter_are_used(
-    run: Run, pair: tiny_pair.TinyPair, tmp_path: Path
-) -> None:
-    """`throughput` needs them; a drafter's folder may hold them, a file may be named instead."""
-    args = (QUESTION, "--max-new-tokens", "4", "--policy", "throughput")
-    code, _, err = run(*args, "--draft", pair.draft)
-    assert code == 2
-    assert "needs step times" in err
-    costs = BatchCosts(1, 0.001, {1: 0.001, 4: 0.002}, {1: 0.001, 5: 0.003}, 0.0)
-    written = json.dumps(CostModel((costs,), "t", "d", 9).to_dict())
-    (tmp_path / "times.json").write_text(written)
-    assert run(*args, "--draft", pair.draft, "--cost-model", tmp_path / "times.json")[0] == 0
-    own = shutil.copytree(pair.draft, tmp_path / "own")
-    (own / COST_MODEL_FILE).write_text(written)
-    assert run(*args, "--draft", own)[0] == 0
-
-
-def test_rules_are_none_unless_asked_for() -> None:
-    tokenizer = chat_tokenizers.k3()
-    assert rules_of(GenerateOptions("x"), tokenizer) is None
-    found = rules_of(GenerateOptions("x", logit_bias=("a:1.5", "7:-inf")), tokenizer)
-    assert found is not None
-    a = tokenizer("a", add_special_tokens=False).input_ids[0]
-    assert found.logit_bias == {a: 1.5, 7: float("-inf")}
-
-
-def test_the_command_line_of_a_picture_asks_for_the_same() -> None:
-    options = GenerateOptions(
-        "it's", draft=Path("d"), stop=("a b", "c"), temperature=0.5, show_draft=True, siblings=1,
-        svg=Path("x.svg"), device="cuda",
-    )  # fmt: skip
-    assert shlex.split(options.command()) == [
-        "dspark", "generate", "it's", "--siblings", "1", "--temperature", "0.5",
-        "--stop", "a b", "c", "--show-draft",
-    ]  # fmt: skip
-
-
-def test_defaults_are_those_of_the_options() -> None:
-    owned = {field.name: field.default for field in dataclasses.fields(GenerateOptions)}
-    shown = {
-        {"as_json": "json"}.get(name, name): parameter.default
-        for name, parameter in inspect.signature(cli.generate).parameters.items()
-        if name != "plain"
-    }
-    assert set(shown) == set(owned)
-    for name in set(owned) - {"prompt"}:
-        default = shown[name]
-        assert (tuple(default) if isinstance(default, list) else default) == owned[name], name
-
-
-def test_every_option_arrives(
-    run: Run, monkeypatch: pytest.MonkeyPatch, pair: tiny_pair.TinyPair
-) -> None:
-    seen: list[GenerateOptions] = []
-
-    def take(options: GenerateOptions, remarks: Sequence[str]) -> dict[str, Any]:
-        seen.append(options)
-        return {"finish": "end"}
-
-    monkeypatch.setattr(dspark.generation.run, "run_generate", take)
-    args = (
-        "q --draft d --policy auto --draft-length 3 --bands --siblings 1 --cost-model c.json "
-        "--verification block --temperature 0.5 --top-p 0.9 --top-k 4 --max-new-tokens 9 "
-        "--min-new-tokens 2 --stop a b --logit-bias 1:2 3:4 --repetition-penalty 1.1 "
-        "--no-repeat-ngram 3 --seed 7 --system s --show-draft --stats --svg p.svg --threads 1 "
-        "--device cuda:1 --dtype bfloat16"
-    )
-    assert run(*args.split())[0] == 0
-    assert (seen[0].stop, seen[0].logit_bias) == (("a", "b"), ("1:2", "3:4"))
-    for field in dataclasses.fields(GenerateOptions):
-        if field.name not in ("raw", "json"):  # each refused beside another
-            assert getattr(seen[0], field.name) != field.default, field.name
-    assert run("q", "--plain", "--raw", "--json")[0] == 0
-    assert (seen[1].raw, seen[1].json, seen[1].draft) == (True, True, None)
-
-
-# ------------------------------------------------------------------------------------- from Python
-
-
-def _example(document: Path) -> str:
-    """The indented block of a document that begins with an import from dspark."""
-    text = document.read_text(encoding="utf-8")
-    found = re.search(
-        r"(^    from dspark import .*\n(?:^(?:    .*)?\n)*)", text, flags=re.MULTILINE
-    )
-    assert found is not None, document
-    return re.sub(r"^    ", "", found[1], flags=re.MULTILINE)
-
-
-def test_the_examples_of_the_documents_run(
-    in_tmp: Path, capsys: pytest.CaptureFixture[str], repo: Path
-) -> None:
-    """With an untrained drafter where the README has a trained one: the text is the target's."""
-    example = _example(repo / "README.md")
-    assert sum(bool(line) for line in example.splitlines()) == 7  # the import, five lines, a print
-    target = dspark.load_target("nano").target
-    config = DraftConfig(
-        hidden_size=target.hidden_size, num_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=16, intermediate_size=32, vocab_size=target.table_size,
-        num_target_layers=target.num_layers, target_layer_ids=(1, 3),
-        target_tap_kind="attn_res_mixture", mask_token_id=target.table_size - 1, block_size=4,
-        markov_rank=4,
-    )  # fmt: skip
-    save_drafter(Path("runs/mine"), DSparkDrafter(config))
-    names: dict[str, Any] = {}
-    exec(compile(example, "README.md", "exec"), names)
-    printed = capsys.readouterr().out
-    assert console.run(cli.app, ["generate", _question(example), "--plain"]) == 0
-    assert printed == capsys.readouterr().out
-    exec(compile(_example(repo / "docs/generate.md"), "generate.md", "exec"), names)
-    answer = names["answer"]
-    text = names["nano"].tokenizer.decode(answer.tokens)
-    assert (answer.finish == "stop") == ("####" in text or "\n\n" in text)
-    assert len(answer.tokens) >= 16
-
-
-def test_every_option_that_the_document_names_is_one(run: Run, repo: Path) -> None:
-    text = (repo / "docs/generate.md").read_text(encoding="utf-8")
-    _, help_text, _ = run("--help")
-    for option in set(re.findall(r"--[a-z][a-z-]*", text)):
-        assert re.search(rf"{option}\b", help_text), option
-
-
-def _question(example: str) -> str:
-    found = re.search(r'"content": "(.*?)"', example)
-    assert found is not None
-    return found[1]
-
-
-def test_names_of_the_package_are_found_and_others_are_not() -> None:
-    assert all(getattr(dspark, name) is not None for name in dspark.__all__)
-    assert dir(dspark) == sorted(dspark.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'load_drafters'"):
-        dspark.load_drafters  # noqa: B018
-    assert isinstance(dspark.SamplingParams(0.5), object)
-    with pytest.raises(UserError):
-        dspark.SamplingParams(-1.0)
-    assert Plain is not None
-    assert torch.is_inference_mode_enabled() is False

@@ -1,7 +1,7 @@
 """Failures of hybrid caches that others have reported, played as they were met.
 
-More of them are in ``test_k3_cache``, ``test_k3_tree`` and ``test_k3_requests``; the page
-docs/known_failures.md says which is where.
+More of them are in ``test_k3_cache``, ``test_k3_tree``, ``test_k3_requests`` and
+``test_k3_storage``; the page docs/known_failures.md says which is where.
 """
 
 from __future__ import annotations
