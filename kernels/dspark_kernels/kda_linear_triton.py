@@ -7,6 +7,8 @@ that makes the series exact is done by substitution, row after row.
 Letters as in `kda_linear`; T = 16 rows, of which G are real.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import torch
@@ -28,7 +30,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
-def _part(  # type: ignore[no-untyped-def]
+def _part(
     rows, before, conv, part, head, t, d, row_stride, step, part_step,
     SLOTS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
@@ -48,12 +50,12 @@ def _part(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _unit(x):  # type: ignore[no-untyped-def]
+def _unit(x):
     return x * tl.rsqrt(tl.sum(x * x, 1) + UNIT_EPS)[:, None]
 
 
 @triton.jit
-def _log_decay(  # type: ignore[no-untyped-def]
+def _log_decay(
     low, decay, dt_bias, rate, head, t, d, row_stride, bound,
     SLOTS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -74,7 +76,7 @@ def _log_decay(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _solved(A, entry, t, T: tl.constexpr):  # type: ignore[no-untyped-def]
+def _solved(A, entry, t, T: tl.constexpr):
     """(I + A)^-1 entry for a strictly lower triangular A, row after row."""
     found = entry
     for row in tl.static_range(1, T):
@@ -86,7 +88,16 @@ def _solved(A, entry, t, T: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _block(  # type: ignore[no-untyped-def]
+def _series(A, entry, ORDER: tl.constexpr, PRECISION: tl.constexpr):
+    """sum (-A)^n entry, n up to ORDER."""
+    found = entry
+    for _ in tl.static_range(ORDER):
+        found = entry - tl.dot(A, found, input_precision=PRECISION)
+    return found
+
+
+@triton.jit
+def _block(
     q, k, v, g, beta, S, t,
     ORDER: tl.constexpr, EXACT: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -106,23 +117,17 @@ def _block(  # type: ignore[no-untyped-def]
         if EXACT or ORDER > 0:
             A = beta[:, None] * tl.dot(decayed, grown, input_precision=PRECISION)
             A = tl.where(t[None, :] < t[:, None], A, 0.0)
-            if EXACT:
-                updates = _solved(A, updates, t, T)
-            else:
-                entry = updates
-                for _ in tl.static_range(ORDER):
-                    updates = entry - tl.dot(A, updates, input_precision=PRECISION)
+            updates = _solved(A, updates, t, T) if EXACT else _series(A, updates, ORDER, PRECISION)
     return tl.dot(pairs, updates, out, input_precision=PRECISION)
 
 
 @triton.jit
-def _kda_linear(  # type: ignore[no-untyped-def]
+def _kda_linear(
     inputs, window, conv, decay, dt_bias, rate, norm, state, sharpness, gain, out,
     bound, scale, eps, input_stride, window_stride, step, part_step, state_stride,
     SLOTS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr,
     TAPS: tl.constexpr, ORDER: tl.constexpr, EXACT: tl.constexpr, SOFTMAX: tl.constexpr,
-    T: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    T: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     CHANNELS: tl.constexpr = HEADS * WIDTH

@@ -10,6 +10,8 @@ to the bit whatever the row holds.
 Letters: N rows, V vocabulary, t tiles of a row.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -33,19 +35,19 @@ BITS = 4
 
 
 @triton.jit
-def scale_of(temperature):  # type: ignore[no-untyped-def]
+def scale_of(temperature):
     """log2(e) / T."""
     return LOG2E / tl.maximum(temperature, TINY).to(tl.float64)
 
 
 @triton.jit
-def whole(s, scale):  # type: ignore[no-untyped-def]
+def whole(s, scale):
     """floor(s log2(e) / T): `base`, where s is the peak."""
     return tl.floor(s.to(tl.float64) * scale)
 
 
 @triton.jit
-def weight(s, scale, base, cut):  # type: ignore[no-untyped-def]
+def weight(s, scale, base, cut):
     """w of scores, float64. Launch with enable_fp_fusion=False: every kernel must round alike."""
     y = s.to(tl.float64) * scale
     floor = tl.floor(y)
@@ -55,21 +57,21 @@ def weight(s, scale, base, cut):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def power(exponent):  # type: ignore[no-untyped-def]
+def power(exponent):
     """2^exponent, exact, for whole float64 exponents in -1022..1023; 0 below."""
     e = tl.maximum(exponent, -1023.0).to(tl.int64)
     return ((e + 1023) << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit
-def rescaled(mass, base, to):  # type: ignore[no-untyped-def]
+def rescaled(mass, base, to):
     """A tile's mass, counted in 2^base, counted in 2^to instead; 0 if the tile has none."""
     some = mass > 0
     return tl.where(some, mass * power(tl.where(some, base - to, 0.0)), 0.0)
 
 
 @triton.jit
-def peak_of(s, axis: tl.constexpr):  # type: ignore[no-untyped-def]
+def peak_of(s, axis: tl.constexpr):
     """The largest score, NaN if there is any NaN."""
     nan = tl.max((s != s).to(tl.int32), axis) > 0
     peak = tl.max(tl.where(s == s, s, float("-inf")), axis)
@@ -77,21 +79,21 @@ def peak_of(s, axis: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def key_of(s):  # type: ignore[no-untyped-def]
+def key_of(s):
     """A float32's place among the floats, int64."""
     bits = s.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
 
 @triton.jit
-def value_of(key):  # type: ignore[no-untyped-def]
+def value_of(key):
     """The float32 at a place; NaN beyond the infinities."""
     bits = key.to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def tile_of(sums, level, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+def tile_of(sums, level, TILES: tl.constexpr):
     """The first tile at which the cumulated sums exceed `level`, and what stands before it."""
     tile = tl.arange(0, TILES)
     upto = tl.cumsum(sums, 0)
@@ -100,7 +102,7 @@ def tile_of(sums, level, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def token_of(w, x, before, level, otherwise):  # type: ignore[no-untyped-def]
+def token_of(w, x, before, level, otherwise):
     """The first token x of a tile whose cumulated weight exceeds `level`.
 
     Rounding may leave none: then the tile's last token with a weight, or else `otherwise`.
@@ -112,7 +114,7 @@ def token_of(w, x, before, level, otherwise):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _narrowed(state, sums, row, tiles, BINS: tl.constexpr, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _narrowed(state, sums, row, tiles, BINS: tl.constexpr, TILES: tl.constexpr):
     """The interval of keys (first, how many) and the target after a pass; see `_search`."""
     low = tl.load(state + 3 * row)
     span = tl.load(state + 3 * row + 1)
@@ -133,7 +135,7 @@ def _narrowed(state, sums, row, tiles, BINS: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def _search(  # type: ignore[no-untyped-def]
+def _search(
     scores, temperature, wanted, peaks, before, after, sums_in, sums_out,
     tiles, width, row_stride, group,
     FIRST: tl.constexpr, START: tl.constexpr, MASS: tl.constexpr,
@@ -186,13 +188,13 @@ def _search(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _row_peak(peaks, row, tiles, TILES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _row_peak(peaks, row, tiles, TILES: tl.constexpr):
     tile = tl.arange(0, TILES)
     return peak_of(tl.load(peaks + row * tiles + tile, tile < tiles, float("-inf")), 0)
 
 
 @triton.jit
-def _settle(  # type: ignore[no-untyped-def]
+def _settle(
     scores, temperature, peaks, state, sums, cuts, masses,
     tiles, width, row_stride, group,
     BINS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,

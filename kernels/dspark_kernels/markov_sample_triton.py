@@ -8,6 +8,8 @@
 The next slot's `_scores` reads the token that `_choose` wrote. Letters as in `markov_sample`.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import torch
@@ -39,7 +41,7 @@ BLOCK, ROWS_AT_ONCE = 128, 16
 
 
 @triton.jit
-def _bias(  # type: ignore[no-untyped-def]
+def _bias(
     w1, w2, prev, live, x,
     RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +65,7 @@ def _bias(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["slot"])
-def _scores(  # type: ignore[no-untyped-def]
+def _scores(
     logits, anchor, tokens, w1, w2, temperature, scores, peaks, bests, masses, flats, slopes,
     slot, batch, width, tiles, row_stride, slot_stride,
     SLOTS: tl.constexpr, RANK: tl.constexpr, WARM: tl.constexpr,
@@ -99,7 +101,7 @@ def _scores(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _entropy(peak, peaks, flats, slopes):  # type: ignore[no-untyped-def]
+def _entropy(peak, peaks, flats, slopes):
     """ln Z - sum e^(s - peak) (s - peak) / Z from the tiles' Z and slopes about their own peaks."""
     gap = tl.where(peaks > float("-inf"), peaks - peak, 0.0)
     factor = tl.where(peaks > float("-inf"), tl.exp(gap), 0.0)
@@ -108,7 +110,7 @@ def _entropy(peak, peaks, flats, slopes):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["slot"])
-def _choose(  # type: ignore[no-untyped-def]
+def _choose(
     scores, temperature, coins, ids, peaks, bests, masses, cuts, flats, slopes,
     tokens, law_base, law_cut, law_mass, entropy, top,
     slot, width, tiles,
@@ -150,7 +152,7 @@ def _choose(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _trust(  # type: ignore[no-untyped-def]
+def _trust(
     hidden, anchor, tokens, w1, w, bias, out, row_stride, slot_stride,
     SLOTS: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, EMBED: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr,
@@ -196,10 +198,8 @@ def markov_sample(
     out = _outputs(batch, slots, width, device)
     rows = rows or (1 if batch == 1 else ROWS_AT_ONCE)
     sums = Tiles(
-        *(
-            torch.empty(batch, tiles, dtype=t, device=device)
-            for t in (torch.float32, torch.float64)
-        ),
+        torch.empty(batch, tiles, device=device),
+        torch.empty(batch, tiles, dtype=torch.float64, device=device),
         torch.empty(batch, device=device),
         block,
     )

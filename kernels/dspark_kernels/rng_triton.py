@@ -1,5 +1,7 @@
 """Triton's Philox as `rng.uniform`: the same bits, in one launch."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _uniform(seed, position, out, count, STREAM: tl.constexpr, PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _uniform(seed, position, out, count, STREAM: tl.constexpr, PAIRS: tl.constexpr):
     row = tl.program_id(0)
     pair = tl.arange(0, PAIRS)
     place = tl.load(position + row)
@@ -25,7 +27,7 @@ def _uniform(seed, position, out, count, STREAM: tl.constexpr, PAIRS: tl.constex
 
 
 @triton.jit
-def _fraction(high, low):  # type: ignore[no-untyped-def]
+def _fraction(high, low):
     bits = (high.to(tl.uint64) << 21) | (low.to(tl.uint64) >> 11)
     return bits.to(tl.int64).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
 

@@ -9,6 +9,8 @@
 Letters as in `verify_sample`; N = B (G + 1) rows.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import torch
@@ -37,7 +39,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def _sums(  # type: ignore[no-untyped-def]
+def _sums(
     logits, lengths, temperature, peaks, bests, masses,
     width, tiles, row_stride, slot_stride,
     ROWS: tl.constexpr, WARM: tl.constexpr, BLOCK: tl.constexpr,
@@ -59,7 +61,7 @@ def _sums(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _drafted(  # type: ignore[no-untyped-def]
+def _drafted(
     scores, law_base, law_cut, law_mass, where, token, scale, at, mask, width,
     WHERE: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +75,7 @@ def _drafted(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _accept(  # type: ignore[no-untyped-def]
+def _accept(
     logits, tokens, lengths, scores, law_base, law_cut, law_mass, coins, temperature, where,
     peaks, bests, masses, cuts, accepted, next_token, level, fault, end_base, end_mass,
     width, draft_width, tiles, row_stride, slot_stride,
@@ -130,7 +132,7 @@ def _accept(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _difference(  # type: ignore[no-untyped-def]
+def _difference(
     logits, lengths, scores, law_base, law_cut, law_mass, tokens, where,
     cuts, accepted, end_base, end_mass, request, x, scale,
     width, draft_width, row_stride, slot_stride,
@@ -156,7 +158,7 @@ def _difference(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _residual(  # type: ignore[no-untyped-def]
+def _residual(
     logits, lengths, scores, law_base, law_cut, law_mass, tokens, where, temperature,
     cuts, accepted, end_base, end_mass, left, whole_p,
     width, draft_width, tiles, row_stride, slot_stride,
@@ -177,7 +179,7 @@ def _residual(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _finish(  # type: ignore[no-untyped-def]
+def _finish(
     logits, lengths, scores, law_base, law_cut, law_mass, tokens, where, temperature,
     cuts, accepted, end_base, end_mass, left, whole_p, coins, next_token,
     width, draft_width, tiles, row_stride, slot_stride,
