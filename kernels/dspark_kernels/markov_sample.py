@@ -106,3 +106,13 @@ def _confidence(hidden: Tensor | None, embed: Tensor, weight: Tensor, bias: Tens
     with_embed = weight.shape[-1] > hidden.shape[-1]
     inputs = torch.cat((hidden.float(), embed.float()), -1) if with_embed else hidden.float()
     return torch.nn.functional.linear(inputs, weight.float(), bias.float()).squeeze(-1)
+
+
+def moved_bytes(batch: int, slots: int, vocab: int, rank: int, itemsize: int) -> int:
+    """Bytes of one call: the table once per slot, logits in, scores out in float32."""
+    return slots * (vocab * rank * itemsize + batch * vocab * (itemsize + 4))
+
+
+def flops(batch: int, slots: int, vocab: int, rank: int) -> int:
+    """Of the bias alone, a multiply and an add being two."""
+    return 2 * batch * slots * vocab * rank

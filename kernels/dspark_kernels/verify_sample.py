@@ -125,3 +125,9 @@ def _fault(logits: Tensor, read: Tensor) -> Tensor:
     found = peak.gather(1, row)
     kind = torch.where(found.isnan(), 0, torch.where(found > 0, 1, 2))
     return torch.where(bad.any(1), (1 + 3 * row + kind).squeeze(1), 0)
+
+
+def moved_bytes(batch: int, count: int, vocab: int, itemsize: int, drawn: bool) -> int:
+    """Bytes of one call: every row of logits once; to draw, one of them again and one of scores."""
+    rows = batch * (count + 1) * vocab * itemsize
+    return rows + (batch * vocab * (itemsize + 4) if drawn else 0)
