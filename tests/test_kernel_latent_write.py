@@ -65,6 +65,8 @@ def test_rows_go_behind_the_committed_ones(poison: None, dtype: torch.dtype) -> 
     rows, norm = rows_and_norm(3, 4, 24, 8, dtype)
     check_write(rows, norm, torch.tensor([0, 9, 5]), 16)
     check_write(rows, norm, torch.tensor([0, 9, 5]), 16, torch.tensor([4, 0, 2]))
+    strided = torch.tensor([[0, 4], [9, 9], [9, 0], [9, 9], [5, 2], [9, 9]])[::2]
+    check_write(rows, norm, strided[:, 0], 16, strided[:, 1])
 
 
 def test_rows_behind_the_buffer_are_dropped(poison: None) -> None:

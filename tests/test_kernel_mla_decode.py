@@ -175,6 +175,18 @@ def test_one_length_is_as_good_as_another_buffer(poison: None) -> None:
     assert_close(kernel().mla_decode(x.q, view, x.lengths, x.rank), expected, limit=FLOAT32)
 
 
+def test_lengths_and_counts_may_be_strided_views(poison: None) -> None:
+    """Every other entry of a longer tensor, as of the rows that draft among others."""
+    x = given((3, 3, 2, 24, 8, 40), torch.float32)
+    x.latents.nan_to_num_(0.5)
+    held = torch.tensor([[9, 2], [99, 99], [0, 1], [99, 99], [31, 3], [99, 99]])
+    lengths, counts = held[::2, 0], held[::2, 1]
+    expected = mla_decode.mla_decode(x.q, x.latents, lengths, x.rank, counts=counts)
+    out = kernel().mla_decode(x.q, x.latents, lengths, x.rank, counts=counts)
+    real = torch.arange(3) < counts.unsqueeze(1)
+    assert_close(out[real], expected[real], limit=FLOAT32)
+
+
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("gated", [True, False])
 def test_output(poison: None, rows: int, gated: bool) -> None:

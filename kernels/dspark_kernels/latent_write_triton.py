@@ -60,6 +60,12 @@ def _write_kernel(
     )  # fmt: skip
 
 
+def per_sequence(lengths: Tensor, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both as kernels read them, one number after the other; absent counts are not read."""
+    lengths = lengths.contiguous()
+    return lengths, lengths if counts is None else counts.contiguous()
+
+
 def has_float8(device: torch.device) -> bool:
     """Whether kernels read and write float8_e4m3fn there."""
     if device.type != "cuda" or torch.version.hip is not None:
@@ -86,7 +92,7 @@ def refuses(
         return f"latents are {latents.dtype}, rows {rows.dtype}"
     if fp8 and not has_float8(rows.device):
         return "this device has no float8 e4m3"
-    if rows.stride(-1) != 1 or latents.stride(-1) != 1:
+    if any(x.stride(-1) != 1 for x in (rows, latents, norm, scales) if x is not None):
         return "the last dimension is not contiguous"
     if rows.shape[2] <= len(norm):
         return "there is no shared key"
@@ -108,8 +114,8 @@ def latent_write(
     B, T, width = rows.shape
     rank = len(norm)
     _write_kernel[(B * T,)](
-        rows, latents, norm if scales is None else scales, norm, lengths,
-        lengths if counts is None else counts, T, latents.shape[1], eps,
+        rows, latents, norm if scales is None else scales, norm, *per_sequence(lengths, counts),
+        T, latents.shape[1], eps,
         rows.stride(0), rows.stride(1), latents.stride(0), latents.stride(1),
         0 if scales is None else scales.stride(0),
         R=rank, P=width - rank, R_PAD=triton.next_power_of_2(rank),

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dspark_kernels.interpreted import allow_loops
 from dspark_kernels.interpreted_floats import exact_floats
+from dspark_kernels.latent_write_triton import per_sequence, write_row
 from dspark_kernels.latent_write_triton import refuses as refuses_write
-from dspark_kernels.latent_write_triton import write_row
 from dspark_kernels.mla_decode_triton import precision
 from dspark_kernels.overlap import begin, early, wait
 
@@ -148,8 +148,8 @@ def absorb(
     out = torch.empty(B, T, H, rank + shared, dtype=q.dtype, device=q.device)
     block_r = min(block_r, max(16, triton.next_power_of_2(rank)))
     _absorb_kernel[(B * T + H * -(-rank // block_r),)](
-        q, rows, w_k, out, latents, norm if scales is None else scales, norm, lengths,
-        lengths if counts is None else counts, scale, eps, B * T, latents.shape[1],
+        q, rows, w_k, out, latents, norm if scales is None else scales, norm,
+        *per_sequence(lengths, counts), scale, eps, B * T, latents.shape[1],
         q.stride(0), q.stride(1), q.stride(2), rows.stride(0), rows.stride(1),
         w_k.stride(0), w_k.stride(1), latents.stride(0), latents.stride(1),
         0 if scales is None else scales.stride(0),

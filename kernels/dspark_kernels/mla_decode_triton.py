@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dspark_kernels.interpreted import allow_loops
 from dspark_kernels.interpreted_floats import exact_floats
-from dspark_kernels.latent_write_triton import has_float8
+from dspark_kernels.latent_write_triton import has_float8, per_sequence
 from dspark_kernels.overlap import begin, early, wait
 
 allow_loops()
@@ -248,7 +248,7 @@ def refuses(
         return f"{q.shape[1]} rows; at most {MOST_ROWS}"
     if rank > 512 or latents.shape[2] - rank > 128 or latents.shape[2] <= rank:
         return f"rank {rank} and shared width {latents.shape[2] - rank}; at most 512 and 128"
-    if q.stride(-1) != 1 or latents.stride(-1) != 1:
+    if any(x.stride(-1) != 1 for x in (q, latents, scales) if x is not None):
         return "the last dimension is not contiguous"
     if torch.is_grad_enabled() and (q.requires_grad or latents.requires_grad):
         return "there is no backward"
@@ -269,14 +269,14 @@ def attend(
     B, T, H, width = q.shape
     part = torch.empty(B, cut.splits, T * H, rank, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, cut.splits, T * H, dtype=torch.float32, device=q.device)
-    tree = upto is not None
+    counted, tree = counts is not None, upto is not None
+    lengths, counts = per_sequence(lengths, counts)
     if upto is not None:
         upto = upto.contiguous().view(torch.uint8)
     grid = (-(-T * H // cut.block_m) * cut.splits * B,)
     _attend_kernel[grid](
-        q, latents, lse if scales is None else scales, lengths,
-        lengths if upto is None else upto, lengths if counts is None else counts,
-        part, lse, cut.splits, latents.shape[1],
+        q, latents, lse if scales is None else scales, lengths, lengths if upto is None else upto,
+        counts, part, lse, cut.splits, latents.shape[1],
         q.stride(0), q.stride(1), q.stride(2), latents.stride(0), latents.stride(1),
         0 if scales is None else scales.stride(0),
         0 if upto is None or len(upto) == 1 else upto.stride(0),
@@ -284,7 +284,7 @@ def attend(
         R_PAD=max(16, triton.next_power_of_2(rank)),
         P_PAD=max(16, triton.next_power_of_2(width - rank)),
         BLOCK_M=cut.block_m, BLOCK_N=cut.block_n,
-        TREE=tree, SCALED=scales is not None, COUNTS=counts is not None,
+        TREE=tree, SCALED=scales is not None, COUNTS=counted,
         PRECISION=precision(q.dtype), num_warps=cut.warps, num_stages=cut.stages, **early(),
     )  # fmt: skip
     return part, lse
@@ -313,7 +313,7 @@ def merge(
     splits_pad = triton.next_power_of_2(cut.splits)
     block_r = min(triton.next_power_of_2(rank), cut.block_r)
     _merge_kernel[(B * T * H, -(-rank // block_r))](
-        part, lse, lengths, lengths if counts is None else counts, out, slots,
+        part, lse, *per_sequence(lengths, counts), out, slots,
         T=T, TH=T * H, R=rank, BLOCK_R=block_r, BLOCK_N=cut.block_n, SPLITS=cut.splits,
         SPLITS_PAD=splits_pad, BLOCK_S=min(16, splits_pad), COUNTS=counts is not None,
         num_warps=cut.merge_warps, **early(),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dspark_kernels.interpreted import allow_loops
 from dspark_kernels.interpreted_floats import exact_floats
+from dspark_kernels.latent_write_triton import per_sequence
 from dspark_kernels.mla_decode_triton import (
     Plan,
     attend,
@@ -173,7 +174,7 @@ def values(
     splits = 1 if merged else cut.splits
     splits_pad = triton.next_power_of_2(splits)
     _values_kernel[(-(-V // block_v) * H * B,)](
-        part, lse, lengths, lengths if counts is None else counts,
+        part, lse, *per_sequence(lengths, counts),
         w_v, part if gate is None else gate, out, slots, w_v.stride(0), w_v.stride(1),
         0 if gate is None else gate.stride(0), 0 if gate is None else gate.stride(1),
         T=T, H=H, R=rank, R_PAD=max(16, triton.next_power_of_2(rank)), V=V, BLOCK_V=block_v,
