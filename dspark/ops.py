@@ -27,6 +27,7 @@ from torch import Tensor
 from dspark.errors import UserError
 from dspark_kernels import adamw as adamw_op
 from dspark_kernels import attn_res, distill_loss, kda, kda_states, law, linear_kda, rng
+from dspark_kernels import block_attention as block_attention_op
 from dspark_kernels import kda_decode as kda_decode_op
 from dspark_kernels import kda_linear as kda_linear_op
 from dspark_kernels import latent_write as latent_write_op
@@ -142,6 +143,14 @@ def _on_gpu(args: tuple[Any, ...], more: dict[str, Any]) -> bool:
     return next((x.is_cuda for x in (*args, *more.values()) if isinstance(x, Tensor)), False)
 
 
+def by_kernel(name: str, tensor: Tensor) -> bool:
+    """Whether an op runs as its kernel for tensors beside this one, where the kernel takes them."""
+    mode = _mode()
+    return _OPS[name].kernel is not None and (
+        mode == "triton" or (mode == "auto" and tensor.is_cuda)
+    )
+
+
 def backends() -> dict[str, str]:
     """What each op runs with now, where its kernel takes the tensors: ``torch`` or ``triton``."""
     mode = _mode()
@@ -203,3 +212,6 @@ Rates = adamw_op.Rates
 settle = _op("settle", settle_op.settle, "settle_triton:settle")
 Settled = settle_op.Seats
 LETTER_HEADS = settle_op.HEADS
+block_attention = _op(
+    "block_attention", block_attention_op.block_attention, "block_attention_triton:block_attention"
+)

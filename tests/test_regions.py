@@ -30,6 +30,7 @@ def dense(mask: BlockMask, q: Tensor, keys: Tensor, values: Tensor, scale: float
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every pass counts as large, on the CPU too; what is compiled stays as it is written."""
+    monkeypatch.setenv("DSPARK_OPS", "torch")
     taken: list[str] = []
     monkeypatch.setattr(flex, "pays", lambda *_: True)
     monkeypatch.setattr(flex, "attend_whole", lambda *a: taken.append("layer") or dense(*a))

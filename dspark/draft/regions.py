@@ -1,9 +1,9 @@
 """Layers of a large training pass in compiled regions: products, and a kernel for what is between.
 
 Eager torch writes every intermediate of a norm, a rotation or a gate to memory, in float32, and
-keeps most of them for the backward pass. Here a layer is two compiled functions around flex
+keeps most of them for the backward pass. Here a layer is two compiled functions around the
 attention; what is elementwise joins the kernels of its neighbours, and the backward pass recomputes
-it from the products' results.
+it from the products' results. Attention is a kernel of ours in half precision, else flex.
 
     project   norm, q of the block, k and v of [context; block] in one product each, norms, rotation
     finish    output projection, residual, norm, gated MLP, residual
@@ -15,7 +15,7 @@ Letters: B batch, S context, A anchors, G slots, D hidden, H/J query/key heads, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,33 +23,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dspark import ops
 from dspark.draft import flex
 from dspark.draft.attention import DraftAttention, DraftLayer, gated, rms_norm
 from dspark.draft.rotary import Rotation
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
     from dspark.draft.config import DraftConfig
-    from dspark.draft.sight import BlockLayout
+    from dspark.draft.sight import Sight
+
+
+Attend = Callable[[DraftAttention, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [B, A*G, H, K], keys and values [B, S + A*G, J, K]) -> [B, A*G, H, K]."""
 
 
 def run_layers(
-    config: DraftConfig, layers: nn.ModuleList, hidden: Tensor, context: Tensor, layout: BlockLayout
+    config: DraftConfig,
+    layers: nn.ModuleList,
+    hidden: Tensor,
+    context: Tensor,
+    turns: tuple[Rotation, Rotation],
+    attend: Attend,
 ) -> Tensor:
-    """The layers of the `attention` backbone under a layout with fused masks.
+    """The layers of the `attention` backbone.
 
     Args:
         config: Of the drafter.
         layers: Each a `DraftLayer` with `DraftAttention`.
         hidden: [B, A*G, D]. context: [B, S, D].
-        layout: Whose `fused` is there.
+        turns: Rotations of the context and of the blocks, as in `BlockLayout`.
+        attend: Attention between the regions, `by_kernel` or `by_flex`.
 
     Returns:
         [B, A*G, D].
     """
-    assert layout.context is not None
-    assert layout.block is not None
-    assert layout.fused is not None
-    turned = _side_by_side(layout.context, layout.block)
+    turned = _side_by_side(*turns)
     project, finish = _compiled(config.rms_norm_eps, config.head_dim, config.hidden_act)
     for layer in cast(list[DraftLayer], list(layers)):
         attention = cast(DraftAttention, layer.self_attn)
@@ -58,13 +68,43 @@ def run_layers(
             *(getattr(attention, f"{name}_proj").weight for name in "qkv"),
             attention.q_norm.weight, attention.k_norm.weight,
         )  # fmt: skip
-        mask = layout.fused[attention.sight]
-        mixed = flex.attend_whole(mask, q, keys, values, attention.scale)
         hidden = finish(
-            hidden, mixed, attention.o_proj.weight, layer.post_attention_layernorm.weight,
+            hidden, attend(attention, q, keys, values), attention.o_proj.weight,
+            layer.post_attention_layernorm.weight,
             *(getattr(layer.mlp, f"{name}_proj").weight for name in ("gate", "up", "down")),
         )  # fmt: skip
     return hidden
+
+
+def kernel_serves(config: DraftConfig, valid: Tensor) -> bool:
+    """Whether `by_kernel` can be taken: half precision, heads of a size that it has tiles for."""
+    half = torch.is_autocast_enabled(valid.device.type) and (
+        torch.get_autocast_dtype(valid.device.type) == torch.bfloat16
+    )
+    return half and config.head_dim in (16, 32, 64, 128) and ops.by_kernel("block_attention", valid)
+
+
+def by_kernel(valid: Tensor, anchors: Tensor, slots: int) -> Attend:
+    """Attention by `ops.block_attention`. `valid` [B, S] bool is a prefix of every row."""
+    lengths = valid.sum(1)
+
+    def attend(layer: DraftAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        sight = layer.sight
+        return ops.block_attention(
+            q, keys, values, anchors, lengths, slots, layer.scale, sight.window, sight.causal
+        )
+
+    return attend
+
+
+def by_flex(masks: Mapping[Sight, BlockMask]) -> Attend:
+    """Attention by flex attention, for what the kernel does not take."""
+
+    def attend(layer: DraftAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        turned = (each.transpose(1, 2) for each in (q, keys, values))
+        return flex.attend_whole(masks[layer.sight], *turned, layer.scale).transpose(1, 2)
+
+    return attend
 
 
 def _side_by_side(context: Rotation, block: Rotation) -> tuple[Tensor, Tensor]:
@@ -90,9 +130,9 @@ def _regions(eps: float, head_dim: int, act: str) -> tuple[Region, Region]:
     """`project` and `finish`, not compiled."""
 
     def heads(x: Tensor, norm: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Normed and turned heads of a projection [B, n, heads * K]: [B, heads, n, K]."""
+        """Normed and turned heads of a projection: [B, n, heads * K] -> [B, n, heads, K]."""
         normed = rms_norm(x.unflatten(-1, (-1, head_dim)), norm, eps)
-        return Rotation(cos, sin, False).turn(normed).to(x.dtype).transpose(1, 2)
+        return Rotation(cos, sin, False).turn(normed).to(x.dtype)
 
     def project(
         hidden: Tensor, context: Tensor, turned: tuple[Tensor, Tensor], norm: Tensor,
@@ -104,14 +144,13 @@ def _regions(eps: float, head_dim: int, act: str) -> tuple[Region, Region]:
         queries = heads(F.linear(block, q), q_norm, cos[:, length:], sin[:, length:])
         both = torch.cat((context.to(block.dtype), block), 1)
         keys = heads(F.linear(both, k), k_norm, cos, sin)
-        values = F.linear(both, v).unflatten(-1, (-1, head_dim)).transpose(1, 2)
-        return queries, keys, values
+        return queries, keys, F.linear(both, v).unflatten(-1, (-1, head_dim))
 
     def finish(
         hidden: Tensor, mixed: Tensor, output: Tensor, norm: Tensor, gate: Tensor, up: Tensor,
         down: Tensor,
     ) -> Tensor:  # fmt: skip
-        hidden = hidden + F.linear(mixed.transpose(1, 2).flatten(2), output)
+        hidden = hidden + F.linear(mixed.flatten(2), output)
         block = rms_norm(hidden, norm, eps)
         return hidden + F.linear(gated(act, F.linear(block, gate), F.linear(block, up)), down)
 

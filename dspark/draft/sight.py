@@ -121,24 +121,14 @@ def block_layout(
         dtype: Dtype of the rotary tables.
         fused: Masks for one flex-attention call instead of groups.
     """
-    batch, length = valid.shape
-    slots, device = config.block_size, valid.device
-    rotary = Rotary.of(config, device, dtype)
-    positions = (anchors[..., None] + torch.arange(slots, device=device)).reshape(batch, -1)
-    sights = {Sight.of(config, layer) for layer in range(config.num_layers)}
+    slots = config.block_size
     groups, masks = {}, None
     if fused:
-        masks = {sight: flex.block_mask(sight, valid, anchors, slots) for sight in sights}
+        masks = _masks(config, valid, anchors)
     else:
-        for sight in sights:
+        for sight in {Sight.of(config, layer) for layer in range(config.num_layers)}:
             groups[sight] = tuple(_groups(sight, valid, anchors, slots, anchors_per_group))
-    return BlockLayout(
-        None if rotary is None else rotary.span(0, length),
-        None if rotary is None else rotary.at(positions),
-        groups,
-        slots,
-        masks,
-    )
+    return BlockLayout(*_rotations(config, valid, anchors, dtype), groups, slots, masks)
 
 
 def _groups(
@@ -175,23 +165,61 @@ def train_blocks(
 ) -> Tensor:
     """`dspark.draft.backbone.Backbone.train` for layers that take a `BlockLayout`."""
     batch, count, slots, width = hidden.shape
+    large = flex.pays(valid, anchors, slots, _channels(config))
+    flat = hidden.reshape(batch, count * slots, width)
+    if large and config.backbone == "attention":
+        flat = _in_regions(config, layers, flat, features, valid, anchors)
+        return flat.view(batch, count, slots, width)
     layout = block_layout(
         config,
         valid,
         anchors,
         anchors_per_group=max(1, GROUP_SLOTS // slots),
         dtype=hidden.dtype,
-        fused=flex.pays(valid, anchors, slots, _channels(config)),
+        fused=large,
     )
-    hidden = hidden.reshape(batch, count * slots, width)
-    if layout.fused is not None and config.backbone == "attention":
-        from dspark.draft import regions  # which imports attention.py, and that this file
+    for layer in layers:
+        flat = layer(flat, features, layout)
+    return flat.view(batch, count, slots, width)
 
-        hidden = regions.run_layers(config, layers, hidden, features, layout)
+
+def _in_regions(
+    config: DraftConfig,
+    layers: nn.ModuleList,
+    hidden: Tensor,
+    features: Tensor,
+    valid: Tensor,
+    anchors: Tensor,
+) -> Tensor:
+    """The `attention` backbone at sizes where compiling pays: hidden [B, A*G, D]."""
+    from dspark.draft import regions  # which imports attention.py, and that this file
+
+    context, block = _rotations(config, valid, anchors, hidden.dtype)
+    assert context is not None
+    assert block is not None
+    if regions.kernel_serves(config, valid):
+        attend = regions.by_kernel(valid, anchors, config.block_size)
     else:
-        for layer in layers:
-            hidden = layer(hidden, features, layout)
-    return hidden.view(batch, count, slots, width)
+        attend = regions.by_flex(_masks(config, valid, anchors))
+    return regions.run_layers(config, layers, hidden, features, (context, block), attend)
+
+
+def _rotations(
+    config: DraftConfig, valid: Tensor, anchors: Tensor, dtype: torch.dtype
+) -> tuple[Rotation | None, Rotation | None]:
+    """Of the context positions and of all block positions, as `BlockLayout` has them."""
+    rotary = Rotary.of(config, valid.device, dtype)
+    if rotary is None:
+        return None, None
+    slots = torch.arange(config.block_size, device=valid.device)
+    positions = (anchors[..., None] + slots).flatten(1)
+    return rotary.span(0, valid.shape[1]), rotary.at(positions)
+
+
+def _masks(config: DraftConfig, valid: Tensor, anchors: Tensor) -> dict[Sight, BlockMask]:
+    """A flex mask for every kind of layer."""
+    sights = {Sight.of(config, layer) for layer in range(config.num_layers)}
+    return {sight: flex.block_mask(sight, valid, anchors, config.block_size) for sight in sights}
 
 
 def _channels(config: DraftConfig) -> int:
