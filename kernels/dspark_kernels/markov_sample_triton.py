@@ -41,18 +41,32 @@ BLOCK, ROWS_AT_ONCE = 128, 16
 
 
 @triton.jit
+def _table(w2, x, r, RANK: tl.constexpr, EVEN: tl.constexpr):
+    """Columns r of rows x of W_2, which are there; 0 beyond the rank."""
+    if EVEN:
+        found = tl.load(w2 + (x[:, None] * RANK + r[None, :]))
+    else:
+        found = tl.load(w2 + (x[:, None] * RANK + r[None, :]), mask=r[None, :] < RANK, other=0.0)
+    return found
+
+
+@triton.jit
 def _bias(
-    w1, w2, prev, live, x,
-    RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    w1, w2, anchor, tokens, rows, live, slot, x,
+    SLOTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """W_2[x] . W_1[prev], [BLOCK, ROWS] float32; every x is a row of W_2."""
+    """W_2[x] . W_1[token before the slot], [BLOCK, ROWS] float32; every x is a row of w2."""
+    EVEN: tl.constexpr = RANK % CHUNK == 0
+    # The table does not wait for the token: its first columns are on their way before that is read.
+    w = _table(w2, x, tl.arange(0, CHUNK), RANK, EVEN)
+    prev = tl.load(anchor + rows, mask=live & (slot == 0), other=0)
+    prev += tl.load(tokens + rows * SLOTS + slot - 1, mask=live & (slot > 0), other=0)
     total = tl.zeros([BLOCK, CHUNK if ROWS == 1 else ROWS], tl.float32)
     for start in tl.static_range(0, RANK, CHUNK):
         r = start + tl.arange(0, CHUNK)
-        if RANK % CHUNK == 0:
-            w = tl.load(w2 + x[:, None] * RANK + r[None, :])
-        else:
-            w = tl.load(w2 + x[:, None] * RANK + r[None, :], mask=r[None, :] < RANK, other=0.0)
+        if start > 0:
+            w = _table(w2, x, r, RANK, EVEN)
         at = w1 + prev[:, None] * RANK + r[None, :]
         code = tl.load(at, mask=live[:, None] & (r[None, :] < RANK), other=0.0)
         if ROWS == 1:  # lane by lane; the lanes are added up once, behind the loop
@@ -73,14 +87,15 @@ def _scores(
 ):  # fmt: skip
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     tile = tl.program_id(1)
-    x = tile * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
+    local = tl.arange(0, BLOCK)
+    x = tile * BLOCK + local
     live, inside = rows < batch, x < width
     both = inside[:, None] & live[None, :]
     at = logits + rows[None, :] * row_stride + slot * slot_stride + x[:, None]
     s = tl.load(at, mask=both, other=0.0).to(tl.float32)
-    prev = tl.load(anchor + rows, mask=live & (slot == 0), other=0)
-    prev += tl.load(tokens + rows * SLOTS + slot - 1, mask=live & (slot > 0), other=0)
-    s += _bias(w1, w2, prev, live, tl.minimum(x, width - 1), RANK, ROWS, BLOCK, CHUNK)
+    table = w2 + tile.to(tl.int64) * (BLOCK * RANK)
+    local = tl.minimum(local, width - 1 - tile * BLOCK)
+    s += _bias(w1, table, anchor, tokens, rows, live, slot, local, SLOTS, RANK, ROWS, BLOCK, CHUNK)
     out = rows * SLOTS + slot
     tl.store(scores + out[None, :] * width + x[:, None], s, mask=both)
     s = tl.where(both, s, float("-inf"))
