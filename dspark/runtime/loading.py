@@ -21,6 +21,7 @@ from dspark.assets import asset
 from dspark.errors import UserError
 from dspark.files import read_json
 from dspark.runtime.target import Target
+from dspark.runtime.tiktoken_file import RANKS_FILE, tiktoken_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,6 +68,8 @@ def load_tokenizer(name_or_path: str | Path) -> tuple[PreTrainedTokenizerBase, P
 
     folder = target_folder(name_or_path)
     if not (folder / "tokenizer.json").is_file():
+        if (folder / RANKS_FILE).is_file():
+            return tiktoken_tokenizer(folder), folder
         raise UserError(f"{folder}: tokenizer.json is missing; put the target's tokenizer there")
     for name_of_file in ("tokenizer.json", "tokenizer_config.json"):
         if (folder / name_of_file).exists():
