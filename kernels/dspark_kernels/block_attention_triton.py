@@ -2,9 +2,8 @@
 
 A tile of queries is a run of slots times the query heads that share a key head. Forward and d q go
 over the context up to the largest anchor of the tile, without a mask up to the smallest, then over
-the tile's own blocks. d k and d v go the other way: a tile of keys over the slots that see it. The
-backward pass forms the scores twice (seven products, not five) and so needs no atomics: the same
-numbers every time. Exponents are to base 2.
+the tile's own blocks. d k and d v go the other way: a tile of keys over the slots that see it.
+Exponents are to base 2.
 """
 
 from __future__ import annotations
@@ -17,11 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dspark_kernels.interpreted import allow_loops
-from dspark_kernels.interpreted_floats import exact_floats
-
-allow_loops()
-exact_floats()
+from dspark_kernels.block_attention_back_triton import d_keys, d_queries
+from dspark_kernels.block_attention_tiles_triton import (
+    key_rows,
+    query_rows,
+    seen_keys,
+    tile_rows,
+    tile_span,
+)
 
 ROWS, KEYS, WARPS, STAGES = 128, 64, 8, 3
 """Forward: rows of a query tile, keys of a step."""
@@ -80,15 +82,15 @@ class _BlockAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, keys: Tensor, values: Tensor, anchors: Tensor, lengths: Tensor,
         slots: int, scale: float, window: int | None, causal: bool,
     ) -> Tensor:  # fmt: skip
-        batch, count, heads, width = q.shape
+        batch, count, heads, _ = q.shape
         shared = heads // keys.shape[2]
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         shape = _shape(q, keys, slots, window, causal)
         grid = (triton.cdiv(count, ROWS // shared), batch * keys.shape[2])
         _forward[grid](
-            q, keys, values, anchors, lengths, out, lse, count, keys.shape[1] - count, scale * LOG2E, **shape,
-            ROWS=ROWS, KEYS=KEYS, num_warps=WARPS, num_stages=STAGES,
+            q, keys, values, anchors, lengths, out, lse, count, keys.shape[1] - count,
+            scale * LOG2E, **shape, ROWS=ROWS, KEYS=KEYS, num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
         ctx.save_for_backward(q, keys, values, anchors, lengths, out, lse)
         ctx.options = slots, scale, window, causal
@@ -99,7 +101,7 @@ class _BlockAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, keys, values, anchors, lengths, out, lse = ctx.saved_tensors
         slots, scale, window, causal = ctx.options
-        batch, count, heads, width = q.shape
+        batch, count, heads, _ = q.shape
         length, shared = keys.shape[1] - count, heads // keys.shape[2]
         gradient = gradient.contiguous()
         dq, dk, dv = torch.empty_like(q), torch.empty_like(keys), torch.empty_like(values)
@@ -107,14 +109,14 @@ class _BlockAttention(torch.autograd.Function):
         shape = _shape(q, keys, slots, window, causal)
         tensors = q, keys, values, anchors, lengths, gradient, lse, delta
         grid = (triton.cdiv(count, DQ_ROWS // shared), batch * keys.shape[2])
-        _d_queries[grid](
+        d_queries[grid](
             *tensors, out, dq, count, length, scale, **shape,
             ROWS=DQ_ROWS, KEYS=DQ_KEYS, num_warps=DQ_WARPS, num_stages=DQ_STAGES,
         )  # fmt: skip
         bounds = _bounds(anchors, lengths, slots, length, DK_KEYS, window)
         for own, rows in ((False, length), (True, count)):
             grid = (triton.cdiv(rows, DK_KEYS), batch * keys.shape[2])
-            _d_keys[grid](
+            d_keys[grid](
                 *tensors, bounds, dk, dv, count, length, scale, **shape, OWN=own,
                 ROWS=DK_ROWS, KEYS=DK_KEYS, num_warps=DK_WARPS, num_stages=DK_STAGES,
             )  # fmt: skip
@@ -148,37 +150,6 @@ def _bounds(
 
 
 @triton.jit
-def _queries(pointer, batch, slot, head, count, inside, H: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows [ROWS, D] of a tensor [B, N, H, D], zero outside."""
-    at = (batch.to(tl.int64) * count + slot) * H + head
-    d = tl.arange(0, D)
-    return tl.load(pointer + at[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
-
-
-@triton.jit
-def _keys(pointer, batch, key, head, total, J: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows [KEYS, D] of a tensor [B, S + N, J, D], zero past its end."""
-    at = (batch.to(tl.int64) * total + key) * J + head
-    d = tl.arange(0, D)
-    return tl.load(pointer + at[:, None] * D + d[None, :], mask=(key < total)[:, None], other=0.0)
-
-
-@triton.jit
-def _seen(key, slot, anchor, there, length, OWN: tl.constexpr, G: tl.constexpr, W: tl.constexpr, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Which keys rows see, for `key`, `slot` and `anchor` that broadcast against each other."""
-    if OWN:
-        own = key - length
-        seen = own // G == slot // G
-        if CAUSAL:
-            seen = seen & (own <= slot)
-    else:
-        seen = (key < anchor) & (key < there)
-        if W > 0:
-            seen = seen & (key >= anchor - W)
-    return seen
-
-
-@triton.jit
 def _read(acc, top, total, q, k, v, seen, scale, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
     """One step of the running softmax."""
     scores = tl.dot(q, tl.trans(k)) * scale
@@ -190,79 +161,49 @@ def _read(acc, top, total, q, k, v, seen, scale, MASKED: tl.constexpr):  # type:
     return acc, higher, total * shrink + tl.sum(p, 1)
 
 
-@triton.jit
-def _rows(tile, head, anchors, batch, count, SHARED: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Slots, query heads, which of them are there, and their anchors: all [ROWS]."""
-    row = tl.arange(0, ROWS)
-    taken: tl.constexpr = ROWS // SHARED
-    slot = tile * taken + row // SHARED
-    inside = (slot < count) & (row < taken * SHARED)
-    anchor = tl.load(anchors + batch * (count // G) + slot // G, mask=inside, other=0)
-    return slot, head * SHARED + row % SHARED, inside, anchor
-
-
-@triton.jit
-def _span(slot, inside, anchor, there, G: tl.constexpr, W: tl.constexpr, KEYS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Of a tile: first context key, where unmasked steps begin and end, end; own slots."""
-    lowest, highest = tl.min(tl.where(inside, anchor, 2147483647), 0), tl.max(anchor, 0)
-    end = tl.minimum(highest, there)
-    whole = tl.minimum(lowest, there) // KEYS * KEYS
-    start = end * 0
-    bare = start
-    if W > 0:
-        start = tl.maximum(lowest - W, 0) // KEYS * KEYS
-        bare = (tl.maximum(highest - W, 0) + KEYS - 1) // KEYS * KEYS
-    first = tl.min(tl.where(inside, slot, 2147483647), 0) // G * G
-    last = tl.max(tl.where(inside, slot, 0), 0) // G * G + G
-    # Where nothing is seen by all rows, everything is masked: bare = whole.
-    whole = tl.maximum(whole, start)
-    bare = tl.minimum(tl.maximum(bare, start), whole)
-    return start, bare, whole, end, first, last
-
-
 @triton.jit(do_not_specialize=["length"])
 def _forward(  # type: ignore[no-untyped-def]
-    q, keys, values, anchors, lengths, out, lse, count, length, scale, H: tl.constexpr, J: tl.constexpr,
-    SHARED: tl.constexpr, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr, CAUSAL: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    q, keys, values, anchors, lengths, out, lse, count, length, scale, H: tl.constexpr,
+    J: tl.constexpr, SHARED: tl.constexpr, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
+    CAUSAL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     # Late tiles see the most and go first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     batch, head = tl.program_id(1) // J, tl.program_id(1) % J
     there = tl.load(lengths + batch)
-    slot, query_head, inside, anchor = _rows(tile, head, anchors, batch, count, SHARED, G, ROWS)
-    q_tile = _queries(q, batch, slot, query_head, count, inside, H, D)
-    start, bare, whole, end, first, last = _span(slot, inside, anchor, there, G, W, KEYS)
+    slot, query_head, inside, anchor = tile_rows(tile, head, anchors, batch, count, SHARED, G, ROWS)
+    q_tile = query_rows(q, batch, slot, query_head, count, inside, H, D)
+    start, bare, whole, end, first, last = tile_span(slot, inside, anchor, there, G, W, KEYS)
     acc, total = tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), -1e30, tl.float32)
     lane, everything = tl.arange(0, KEYS), length + count
     if W > 0:
         for at in tl.range(start, bare, KEYS):
             key = at + lane
-            k = _keys(keys, batch, key, head, everything, J, D)
-            v = _keys(values, batch, key, head, everything, J, D)
-            seen = _seen(
+            k = key_rows(keys, batch, key, head, everything, J, D)
+            v = key_rows(values, batch, key, head, everything, J, D)
+            seen = seen_keys(
                 key[None, :], slot[:, None], anchor[:, None], there, length, False, G, W, CAUSAL
             )
             acc, top, total = _read(acc, top, total, q_tile, k, v, seen, scale, True)
     for at in tl.range(bare, whole, KEYS):
         key = at + lane
-        k = _keys(keys, batch, key, head, everything, J, D)
-        v = _keys(values, batch, key, head, everything, J, D)
+        k = key_rows(keys, batch, key, head, everything, J, D)
+        v = key_rows(values, batch, key, head, everything, J, D)
         acc, top, total = _read(acc, top, total, q_tile, k, v, True, scale, False)
     for at in tl.range(whole, end, KEYS):
         key = at + lane
-        k = _keys(keys, batch, key, head, everything, J, D)
-        v = _keys(values, batch, key, head, everything, J, D)
-        seen = _seen(
+        k = key_rows(keys, batch, key, head, everything, J, D)
+        v = key_rows(values, batch, key, head, everything, J, D)
+        seen = seen_keys(
             key[None, :], slot[:, None], anchor[:, None], there, length, False, G, W, CAUSAL
         )
         acc, top, total = _read(acc, top, total, q_tile, k, v, seen, scale, True)
     for at in tl.range(first, last, KEYS):
         key = length + at + lane
-        k = _keys(keys, batch, key, head, everything, J, D)
-        v = _keys(values, batch, key, head, everything, J, D)
-        seen = _seen(
+        k = key_rows(keys, batch, key, head, everything, J, D)
+        v = key_rows(values, batch, key, head, everything, J, D)
+        seen = seen_keys(
             key[None, :], slot[:, None], anchor[:, None], there, length, True, G, W, CAUSAL
         )
         acc, top, total = _read(acc, top, total, q_tile, k, v, seen, scale, True)
@@ -271,120 +212,3 @@ def _forward(  # type: ignore[no-untyped-def]
     result = (acc / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + at[:, None] * D + d[None, :], result, mask=inside[:, None])
     tl.store(lse + at, top + tl.log2(total), mask=inside)
-
-
-@triton.jit
-def _probabilities(q, k, lse, seen, scale, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    p = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
-    if MASKED:
-        p = tl.where(seen, p, 0.0)
-    return p
-
-
-@triton.jit
-def _add_dq(dq, q, k, v, gradient, lse, delta, seen, scale, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One step of d q, before its scale."""
-    p = _probabilities(q, k, lse, seen, scale, MASKED)
-    ds = p * (tl.dot(gradient, tl.trans(v)) - delta[:, None])
-    return tl.dot(ds.to(k.dtype), k, dq)
-
-
-@triton.jit(do_not_specialize=["length"])
-def _d_queries(  # type: ignore[no-untyped-def]
-    q, keys, values, anchors, lengths, gradient, lse, delta, out, dq, count, length, scale, H: tl.constexpr,
-    J: tl.constexpr, SHARED: tl.constexpr, G: tl.constexpr, D: tl.constexpr, W: tl.constexpr,
-    CAUSAL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch, head = tl.program_id(1) // J, tl.program_id(1) % J
-    there = tl.load(lengths + batch)
-    slot, query_head, inside, anchor = _rows(tile, head, anchors, batch, count, SHARED, G, ROWS)
-    q_tile = _queries(q, batch, slot, query_head, count, inside, H, D)
-    g_tile = _queries(gradient, batch, slot, query_head, count, inside, H, D)
-    o_tile = _queries(out, batch, slot, query_head, count, inside, H, D)
-    row = (batch.to(tl.int64) * count + slot) * H + query_head
-    dot = tl.sum(g_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
-    tl.store(delta + row, dot, mask=inside)
-    norm = tl.load(lse + row, mask=inside, other=0.0)
-    start, bare, whole, end, first, last = _span(slot, inside, anchor, there, G, W, KEYS)
-    acc = tl.zeros((ROWS, D), tl.float32)
-    lane, everything, power = tl.arange(0, KEYS), length + count, scale * 1.4426950408889634
-    if W > 0:
-        for at in tl.range(start, bare, KEYS):
-            key = at + lane
-            k = _keys(keys, batch, key, head, everything, J, D)
-            v = _keys(values, batch, key, head, everything, J, D)
-            seen = _seen(
-                key[None, :], slot[:, None], anchor[:, None], there, length, False, G, W, CAUSAL
-            )
-            acc = _add_dq(acc, q_tile, k, v, g_tile, norm, dot, seen, power, True)
-    for at in tl.range(bare, whole, KEYS):
-        key = at + lane
-        k = _keys(keys, batch, key, head, everything, J, D)
-        v = _keys(values, batch, key, head, everything, J, D)
-        acc = _add_dq(acc, q_tile, k, v, g_tile, norm, dot, True, power, False)
-    for at in tl.range(whole, end, KEYS):
-        key = at + lane
-        k = _keys(keys, batch, key, head, everything, J, D)
-        v = _keys(values, batch, key, head, everything, J, D)
-        seen = _seen(
-            key[None, :], slot[:, None], anchor[:, None], there, length, False, G, W, CAUSAL
-        )
-        acc = _add_dq(acc, q_tile, k, v, g_tile, norm, dot, seen, power, True)
-    for at in tl.range(first, last, KEYS):
-        key = length + at + lane
-        k = _keys(keys, batch, key, head, everything, J, D)
-        v = _keys(values, batch, key, head, everything, J, D)
-        seen = _seen(
-            key[None, :], slot[:, None], anchor[:, None], there, length, True, G, W, CAUSAL
-        )
-        acc = _add_dq(acc, q_tile, k, v, g_tile, norm, dot, seen, power, True)
-    d = tl.arange(0, D)
-    result = (acc * scale).to(dq.dtype.element_ty)
-    tl.store(dq + row[:, None] * D + d[None, :], result, mask=inside[:, None])
-
-
-@triton.jit(do_not_specialize=["length"])
-def _d_keys(  # type: ignore[no-untyped-def]
-    q, keys, values, anchors, lengths, gradient, lse, delta, bounds, dk, dv, count, length, scale,
-    H: tl.constexpr, J: tl.constexpr, SHARED: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    W: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):  # fmt: skip
-    tile = tl.program_id(0)
-    batch, head = tl.program_id(1) // J, tl.program_id(1) % J
-    there = tl.load(lengths + batch)
-    place = tile * KEYS + tl.arange(0, KEYS)
-    taken: tl.constexpr = ROWS // SHARED
-    if OWN:
-        key, limit_of_keys = length + place, count
-        first = tl.min(place, 0) // G * G
-        last = tl.minimum(tl.max(place, 0) // G * G + G, count)
-    else:
-        key, limit_of_keys = place, length
-        pair = bounds + (batch * tl.num_programs(0) + tile) * 2 + tl.arange(0, 2)
-        both = tl.load(pair)
-        first, last = tl.min(both, 0), tl.max(both, 0)
-    within = place < limit_of_keys
-    everything, power = length + count, scale * 1.4426950408889634
-    k = _keys(keys, batch, key, head, everything, J, D)
-    v = _keys(values, batch, key, head, everything, J, D)
-    acc_k, acc_v = tl.zeros((KEYS, D), tl.float32), tl.zeros((KEYS, D), tl.float32)
-    for at in tl.range(first // taken, (last + taken - 1) // taken):
-        slot, query_head, inside, anchor = _rows(at, head, anchors, batch, count, SHARED, G, ROWS)
-        q_tile = _queries(q, batch, slot, query_head, count, inside, H, D)
-        g_tile = _queries(gradient, batch, slot, query_head, count, inside, H, D)
-        row = (batch.to(tl.int64) * count + slot) * H + query_head
-        norm = tl.load(lse + row, mask=inside, other=0.0)
-        dot = tl.load(delta + row, mask=inside, other=0.0)
-        p = tl.exp2(tl.dot(k, tl.trans(q_tile)) * power - norm[None, :])
-        seen = _seen(key[:, None], slot[None, :], anchor[None, :], there, length, OWN, G, W, CAUSAL)
-        p = tl.where(seen & inside[None, :] & within[:, None], p, 0.0)
-        acc_v = tl.dot(p.to(g_tile.dtype), g_tile, acc_v)
-        ds = p * (tl.dot(v, tl.trans(g_tile)) - dot[None, :])
-        acc_k = tl.dot(ds.to(q_tile.dtype), q_tile, acc_k)
-    at = (batch.to(tl.int64) * everything + key) * J + head
-    d = tl.arange(0, D)
-    where = at[:, None] * D + d[None, :]
-    tl.store(dk + where, (acc_k * scale).to(dk.dtype.element_ty), mask=within[:, None])
-    tl.store(dv + where, acc_v.to(dv.dtype.element_ty), mask=within[:, None])

@@ -1,0 +1,139 @@
+"""The backward kernels of `block_attention`: d q by tiles of queries, d k and d v by tiles of keys.
+
+The scores are formed in both (seven products, not five), and so there are no atomics: the same
+numbers every time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dspark_kernels.block_attention_tiles_triton import (
+    key_rows,
+    query_rows,
+    seen_keys,
+    tile_rows,
+    tile_span,
+)
+
+
+@triton.jit
+def _probabilities(q, k, lse, seen, scale, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    p = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
+    if MASKED:
+        p = tl.where(seen, p, 0.0)
+    return p
+
+
+@triton.jit
+def _add_dq(dq, q, k, v, gradient, lse, delta, seen, scale, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One step of d q, before its scale."""
+    p = _probabilities(q, k, lse, seen, scale, MASKED)
+    ds = p * (tl.dot(gradient, tl.trans(v)) - delta[:, None])
+    return tl.dot(ds.to(k.dtype), k, dq)
+
+
+@triton.jit(do_not_specialize=["length"])
+def d_queries(  # type: ignore[no-untyped-def]
+    q, keys, values, anchors, lengths, gradient, lse, delta, out, dq, count, length, scale,
+    H: tl.constexpr, J: tl.constexpr, SHARED: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    W: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch, head = tl.program_id(1) // J, tl.program_id(1) % J
+    there = tl.load(lengths + batch)
+    slot, query_head, inside, anchor = tile_rows(tile, head, anchors, batch, count, SHARED, G, ROWS)
+    q_tile = query_rows(q, batch, slot, query_head, count, inside, H, D)
+    g_tile = query_rows(gradient, batch, slot, query_head, count, inside, H, D)
+    o_tile = query_rows(out, batch, slot, query_head, count, inside, H, D)
+    row = (batch.to(tl.int64) * count + slot) * H + query_head
+    dot = tl.sum(g_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
+    tl.store(delta + row, dot, mask=inside)
+    norm = tl.load(lse + row, mask=inside, other=0.0)
+    start, bare, whole, end, first, last = tile_span(slot, inside, anchor, there, G, W, KEYS)
+    acc = tl.zeros((ROWS, D), tl.float32)
+    lane, everything, power = tl.arange(0, KEYS), length + count, scale * 1.4426950408889634
+    if W > 0:
+        for at in tl.range(start, bare, KEYS):
+            key = at + lane
+            k = key_rows(keys, batch, key, head, everything, J, D)
+            v = key_rows(values, batch, key, head, everything, J, D)
+            seen = seen_keys(
+                key[None, :], slot[:, None], anchor[:, None], there, length, False, G, W, CAUSAL
+            )
+            acc = _add_dq(acc, q_tile, k, v, g_tile, norm, dot, seen, power, True)
+    for at in tl.range(bare, whole, KEYS):
+        key = at + lane
+        k = key_rows(keys, batch, key, head, everything, J, D)
+        v = key_rows(values, batch, key, head, everything, J, D)
+        acc = _add_dq(acc, q_tile, k, v, g_tile, norm, dot, True, power, False)
+    for at in tl.range(whole, end, KEYS):
+        key = at + lane
+        k = key_rows(keys, batch, key, head, everything, J, D)
+        v = key_rows(values, batch, key, head, everything, J, D)
+        seen = seen_keys(
+            key[None, :], slot[:, None], anchor[:, None], there, length, False, G, W, CAUSAL
+        )
+        acc = _add_dq(acc, q_tile, k, v, g_tile, norm, dot, seen, power, True)
+    for at in tl.range(first, last, KEYS):
+        key = length + at + lane
+        k = key_rows(keys, batch, key, head, everything, J, D)
+        v = key_rows(values, batch, key, head, everything, J, D)
+        seen = seen_keys(
+            key[None, :], slot[:, None], anchor[:, None], there, length, True, G, W, CAUSAL
+        )
+        acc = _add_dq(acc, q_tile, k, v, g_tile, norm, dot, seen, power, True)
+    d = tl.arange(0, D)
+    result = (acc * scale).to(dq.dtype.element_ty)
+    tl.store(dq + row[:, None] * D + d[None, :], result, mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["length"])
+def d_keys(  # type: ignore[no-untyped-def]
+    q, keys, values, anchors, lengths, gradient, lse, delta, bounds, dk, dv, count, length, scale,
+    H: tl.constexpr, J: tl.constexpr, SHARED: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    W: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    batch, head = tl.program_id(1) // J, tl.program_id(1) % J
+    there = tl.load(lengths + batch)
+    place = tile * KEYS + tl.arange(0, KEYS)
+    taken: tl.constexpr = ROWS // SHARED
+    if OWN:
+        key, limit_of_keys = length + place, count
+        first = tl.min(place, 0) // G * G
+        last = tl.minimum(tl.max(place, 0) // G * G + G, count)
+    else:
+        key, limit_of_keys = place, length
+        pair = bounds + (batch * tl.num_programs(0) + tile) * 2 + tl.arange(0, 2)
+        both = tl.load(pair)
+        first, last = tl.min(both, 0), tl.max(both, 0)
+    within = place < limit_of_keys
+    everything, power = length + count, scale * 1.4426950408889634
+    k = key_rows(keys, batch, key, head, everything, J, D)
+    v = key_rows(values, batch, key, head, everything, J, D)
+    acc_k, acc_v = tl.zeros((KEYS, D), tl.float32), tl.zeros((KEYS, D), tl.float32)
+    for at in tl.range(first // taken, (last + taken - 1) // taken):
+        slot, query_head, inside, anchor = tile_rows(
+            at, head, anchors, batch, count, SHARED, G, ROWS
+        )
+        q_tile = query_rows(q, batch, slot, query_head, count, inside, H, D)
+        g_tile = query_rows(gradient, batch, slot, query_head, count, inside, H, D)
+        row = (batch.to(tl.int64) * count + slot) * H + query_head
+        norm = tl.load(lse + row, mask=inside, other=0.0)
+        dot = tl.load(delta + row, mask=inside, other=0.0)
+        p = tl.exp2(tl.dot(k, tl.trans(q_tile)) * power - norm[None, :])
+        seen = seen_keys(
+            key[:, None], slot[None, :], anchor[None, :], there, length, OWN, G, W, CAUSAL
+        )
+        p = tl.where(seen & inside[None, :] & within[:, None], p, 0.0)
+        acc_v = tl.dot(p.to(g_tile.dtype), g_tile, acc_v)
+        ds = p * (tl.dot(v, tl.trans(g_tile)) - dot[None, :])
+        acc_k = tl.dot(ds.to(q_tile.dtype), q_tile, acc_k)
+    at = (batch.to(tl.int64) * everything + key) * J + head
+    d = tl.arange(0, D)
+    where = at[:, None] * D + d[None, :]
+    tl.store(dk + where, (acc_k * scale).to(dk.dtype.element_ty), mask=within[:, None])
+    tl.store(dv + where, acc_v.to(dv.dtype.element_ty), mask=within[:, None])

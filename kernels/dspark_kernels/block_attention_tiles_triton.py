@@ -1,0 +1,83 @@
+"""What the kernels of `block_attention` share: tiles of rows and of keys, and who sees whom.
+
+A tile of queries is a run of slots times the query heads that share a key head.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dspark_kernels.interpreted import allow_loops
+from dspark_kernels.interpreted_floats import exact_floats
+
+allow_loops()
+exact_floats()
+
+
+@triton.jit
+def query_rows(pointer, batch, slot, head, count, inside, H: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows [ROWS, D] of a tensor [B, N, H, D], zero outside."""
+    at = (batch.to(tl.int64) * count + slot) * H + head
+    d = tl.arange(0, D)
+    return tl.load(pointer + at[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
+
+
+@triton.jit
+def key_rows(pointer, batch, key, head, total, J: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows [KEYS, D] of a tensor [B, S + N, J, D], zero past its end."""
+    at = (batch.to(tl.int64) * total + key) * J + head
+    d = tl.arange(0, D)
+    return tl.load(pointer + at[:, None] * D + d[None, :], mask=(key < total)[:, None], other=0.0)
+
+
+@triton.jit
+def seen_keys(  # type: ignore[no-untyped-def]
+    key, slot, anchor, there, length, OWN: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Which keys rows see, for `key`, `slot` and `anchor` that broadcast against each other."""
+    if OWN:
+        own = key - length
+        seen = own // G == slot // G
+        if CAUSAL:
+            seen = seen & (own <= slot)
+    else:
+        seen = (key < anchor) & (key < there)
+        if W > 0:
+            seen = seen & (key >= anchor - W)
+    return seen
+
+
+@triton.jit
+def tile_rows(  # type: ignore[no-untyped-def]
+    tile, head, anchors, batch, count, SHARED: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Slots, query heads, which of them are there, and their anchors: all [ROWS]."""
+    row = tl.arange(0, ROWS)
+    taken: tl.constexpr = ROWS // SHARED
+    slot = tile * taken + row // SHARED
+    inside = (slot < count) & (row < taken * SHARED)
+    anchor = tl.load(anchors + batch * (count // G) + slot // G, mask=inside, other=0)
+    return slot, head * SHARED + row % SHARED, inside, anchor
+
+
+@triton.jit
+def tile_span(  # type: ignore[no-untyped-def]
+    slot, inside, anchor, there, G: tl.constexpr, W: tl.constexpr, KEYS: tl.constexpr
+):  # fmt: skip
+    """Of a tile: first context key, where unmasked steps begin and end, end; own slots."""
+    lowest, highest = tl.min(tl.where(inside, anchor, 2147483647), 0), tl.max(anchor, 0)
+    end = tl.minimum(highest, there)
+    whole = tl.minimum(lowest, there) // KEYS * KEYS
+    start = end * 0
+    bare = start
+    if W > 0:
+        start = tl.maximum(lowest - W, 0) // KEYS * KEYS
+        bare = (tl.maximum(highest - W, 0) + KEYS - 1) // KEYS * KEYS
+    first = tl.min(tl.where(inside, slot, 2147483647), 0) // G * G
+    last = tl.max(tl.where(inside, slot, 0), 0) // G * G + G
+    # Where nothing is seen by all rows, everything is masked: bare = whole.
+    whole = tl.maximum(whole, start)
+    bare = tl.minimum(tl.maximum(bare, start), whole)
+    return start, bare, whole, end, first, last
