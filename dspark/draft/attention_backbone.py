@@ -55,8 +55,8 @@ class AttentionBackbone:
         keys = rotation.turn(self._norm_keys(keys, packed)).transpose(2, 3)
         values = values.transpose(2, 3)
         for each in context.buffers:
-            rows = [x if each.index is None else x[each.index] for x in (keys, values)]
-            pairs = list(zip((each.keys, each.values), rows, strict=True))
+            own = [x if each.index is None else x[each.index] for x in (keys, values)]
+            pairs = list(zip((each.keys, each.values), own, strict=True))
             if length is None:
                 each.ring.append_ragged(pairs, context, kept)
                 continue

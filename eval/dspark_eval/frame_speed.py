@@ -16,192 +16,23 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from dspark import ops
 from dspark.distill.chat import ChatFormat
 from dspark.draft.checkpoint import load_drafter
-from dspark.draft.model import DSparkDrafter
 from dspark.files import atomic_write_json
 from dspark.k3.static.decode import StaticDecoder
-from dspark.runtime.graph_decode import GraphDecoder
-from dspark.runtime.graph_frame import FrameResult
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.loading import load_target
-from dspark.runtime.records import Generation
-from dspark.runtime.requests import Request
 from dspark.runtime.sampling import SamplingParams
-from dspark_eval import metrics
-from dspark_eval.device_profile import profile
-from dspark_eval.energy import EnergyMeter
 from dspark_eval.environment import describe_environment
+from dspark_eval.frame_runs import Subject, best_length, compare, distinct_experts, of_frames
 from dspark_eval.suites import load_suites
 from dspark_eval.twins import load_twin
-
-PROFILED = 20
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A pair of target and drafter, its static pass, and how it is asked."""
-
-    target: K3Target
-    drafter: DSparkDrafter
-    static: StaticDecoder
-    sampling: SamplingParams
-    batch: int
-    max_length: int
-
-    def decoder(self, length: int | None) -> GraphDecoder:
-        """Plain frames for None, else speculative ones of that draft length."""
-        return GraphDecoder(
-            self.target,
-            None if length is None else self.drafter,
-            seats=self.batch,
-            max_length=self.max_length,
-            draft_length=length,
-            sampling=self.sampling,
-            static=self.static,
-        )
-
-
-@dataclass
-class Run:
-    """What one way of decoding did on a set of prompts."""
-
-    texts: list[Generation] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    frame_s: list[float] = field(default_factory=list)
-    joules: float | None = None
-
-    def rate(self) -> float:
-        """Tokens per second."""
-        return sum(self.tokens) / sum(self.seconds)
-
-    def document(self) -> dict[str, Any]:
-        """JSON-ready."""
-        frames = np.array(self.frame_s) * 1e3
-        return {
-            "tokens_per_s": self.rate(),
-            "tokens": sum(self.tokens),
-            "frame_ms_p50": float(np.percentile(frames, 50)),
-            "frame_ms_p99": float(np.percentile(frames, 99)),
-            "joules_per_token": None if self.joules is None else self.joules / sum(self.tokens),
-        }
-
-
-def decode(
-    decoder: GraphDecoder, prompts: Sequence[Sequence[int]], new: int, first: int, run: Run
-) -> None:
-    """One batch of prompts into ``run``; its time is that of its frames, prompts left out."""
-    asked = [Request(p, new, index=first + i) for i, p in enumerate(prompts)]
-    decoder.frame_s.clear()
-    meter = EnergyMeter()
-    before = meter.joules()
-    found = decoder.generate_many(asked)
-    after = meter.joules()
-    run.texts += found
-    # with one seat the wall clock from the first token on; with more, prompts come in between
-    alone = len(prompts) == 1
-    run.seconds.append(found[0].decode_s if alone else sum(decoder.frame_s))
-    run.tokens.append(sum(len(g.tokens) - 1 for g in found))
-    run.frame_s += decoder.frame_s
-    if before is not None and after is not None:
-        run.joules = (run.joules or 0.0) + after - before
-
-
-def compare(
-    plain: GraphDecoder,
-    fast: GraphDecoder,
-    prompts: list[list[int]],
-    new: int,
-) -> dict[str, Any]:
-    """Both ways on the same prompts, in batches of as many as there are seats."""
-    runs = Run(), Run()
-    size = plain.seats.batch
-    for turn, start in enumerate(range(0, len(prompts), size)):
-        pairs = list(zip((plain, fast), runs, strict=True))
-        for decoder, run in pairs if turn % 2 == 0 else reversed(pairs):
-            decode(decoder, prompts[start : start + size], new, start, run)
-    slow, quick = runs
-    by_prompt = [g.rounds for g in quick.texts]
-    rounds = metrics.pool(by_prompt)
-    both = np.stack([quick.tokens, quick.seconds, slow.tokens, slow.seconds], axis=1)
-    greedy = fast.sampling.greedy
-    return {
-        "n_prompts": len(prompts),
-        "plain": slow.document(),
-        "speculative": quick.document(),
-        "speedup": quick.rate() / slow.rate(),
-        "speedup_ci95": metrics.bootstrap_ci95(both, _ratio),
-        "accepted_length": metrics.accepted_length(rounds),
-        "accepted_length_ci95": metrics.accepted_length_ci95(by_prompt),
-        "conditional_acceptance": metrics.conditional_acceptance(rounds),
-        "texts_equal": sum(
-            a.tokens == b.tokens for a, b in zip(slow.texts, quick.texts, strict=True)
-        )
-        if greedy
-        else None,
-    }
-
-
-def _ratio(sums: np.ndarray) -> np.ndarray:
-    return (sums[0] / sums[1]) / (sums[2] / sums[3])
-
-
-def distinct_experts(
-    subject: Subject, length: int | None, prompts: list[list[int]], new: int
-) -> float | None:
-    """Mean number of experts of a layer that a frame reads."""
-    decoder = subject.decoder(length)
-    counts: list[Tensor] = []
-
-    def count(result: FrameResult) -> None:
-        if result.chosen:
-            chosen = torch.stack(result.chosen).flatten(1).long()
-            seen = torch.zeros(len(chosen), subject.target.model.config.num_experts)
-            seen = seen.to(chosen.device).scatter_(1, chosen, 1.0)
-            counts.append(seen.sum(1).mean())
-
-    decoder.on_frame = count
-    decoder.generate_many([Request(p, new, index=i) for i, p in enumerate(prompts)])
-    return float(torch.stack(counts).mean()) if counts else None
-
-
-def of_frames(decoder: GraphDecoder) -> dict[str, Any] | None:
-    """Launches, busy and idle time of frames back to back."""
-    if not decoder.replay.recorded:
-        return None
-
-    def run() -> None:
-        for _ in range(PROFILED):
-            decoder.replay.run()
-
-    seen = profile(run, PROFILED)
-    print(seen.table(24), flush=True)
-    return seen.document()
-
-
-def best_length(
-    subject: Subject, lengths: Sequence[int], prompts: list[list[int]], new: int
-) -> tuple[int | None, dict[str, float]]:
-    """The fastest draft length on these prompts; None: plain decoding is."""
-    rates: dict[int | None, float] = {}
-    for length in (None, *lengths):
-        run, decoder = Run(), subject.decoder(length)
-        for start in range(0, len(prompts), subject.batch):
-            decode(decoder, prompts[start : start + subject.batch], new, start, run)
-        rates[length] = run.rate()
-    best = max(rates, key=lambda length: rates[length])
-    return best, {"plain" if k is None else str(k): v for k, v in rates.items()}
 
 
 def open_subject(options: argparse.Namespace) -> tuple[Subject, ChatFormat, dict[str, Any]]:
