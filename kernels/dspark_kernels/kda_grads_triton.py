@@ -85,12 +85,14 @@ def couplings_kernel(
 
 @triton.jit
 def through_level(
-    q, k, g, b, P, A, dq, dk, dg, db, HALF: tl.constexpr, C: tl.constexpr,
-    DIRECT: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr, PARTS: tl.constexpr,
+    q, k, g, q_row, k_row, g_row, rows, columns, b, P, A, dq, dk, dg, db, HALF: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, DIRECT: tl.constexpr, READS: tl.constexpr,
+    PRECISION: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Adds what the pairs of one level bring; P and A point to the chunk's dP and dA."""
     r, j = tl.arange(0, C), tl.arange(0, C)[None, :]
-    distance = add_up(to_middle(r[:, None], j, HALF), g, PARTS)
+    gs = rows_of(g, g_row, r, rows, columns, K)
+    distance = add_up(to_middle(r[:, None], j, HALF), gs, PARTS)
     if DIRECT:
         sign = tl.where(r % (2 * HALF) >= HALF, 1.0, -1.0)[:, None]
         back = tl.exp(-sign * distance)
@@ -101,26 +103,31 @@ def through_level(
         back = decay
         met = met_at(r[:, None], j, HALF)
     at = r[:, None] * C + j
-    right = k * back
-    of_k = tl.load(A + at, mask=met, other=0.0)
-    as_row = dot(of_k, right, PRECISION) * decay
-    db += tl.sum(as_row * k, 1)
-    as_row *= b[:, None]
-    as_column = dot(tl.trans(of_k), k * decay * b[:, None], PRECISION)
-    moved = k * as_row
+    ks = rows_of(k, k_row, r, rows, columns, K)
+    right = ks * back
+    moved = tl.zeros_like(right)
     if READS:
-        of_q = tl.load(P + at, mask=met, other=0.0)
-        dqs = dot(of_q, right, PRECISION) * decay
-        dq += dqs
-        moved += q * dqs
-        as_column += dot(tl.trans(of_q), q * decay, PRECISION)
-    as_column *= back
+        qs = rows_of(q, q_row, r, rows, columns, K)
+        found = dot(tl.load(P + at, mask=met, other=0.0), right, PRECISION) * decay
+        dq += found
+        moved = qs * found
+    found = dot(tl.load(A + at, mask=met, other=0.0), right, PRECISION) * decay
+    db += tl.sum(found * ks, 1)
+    found *= b[:, None]
+    dk += found
+    moved += ks * found
+    found = dot(tl.trans(tl.load(A + at, mask=met, other=0.0)), ks * decay * b[:, None], PRECISION)
+    if READS:
+        of_q = tl.trans(tl.load(P + at, mask=met, other=0.0))
+        found += dot(of_q, qs * decay, PRECISION)
+    found *= back
+    dk += found
     if DIRECT:
-        moved = sign * (moved - k * as_column)
+        moved = sign * (moved - ks * found)
     else:
-        moved += k * as_column
+        moved += ks * found
     dg += add_up(to_middle(j, r[:, None], HALF), moved, PARTS)
-    return dq, dk + as_row + as_column, dg, db
+    return dq, dk, dg, db
 
 
 @triton.jit
@@ -166,10 +173,10 @@ def rows_kernel(
     batch, first, rows = place(tile // H, table, T, per_row, C, PACKED)
     if rows <= 0:
         return
+    q += batch * q_batch + first * q_row + head * q_head
+    k += batch * k_batch + first * k_row + head * k_head
+    g += batch * g_batch + first * g_row + head * g_head
     r, columns = tl.arange(0, C), part * BK + tl.arange(0, BK)
-    qs = rows_of(q + batch * q_batch + first * q_row + head * q_head, q_row, r, rows, columns, K)
-    ks = rows_of(k + batch * k_batch + first * k_row + head * k_head, k_row, r, rows, columns, K)
-    gs = rows_of(g + batch * g_batch + first * g_row + head * g_head, g_row, r, rows, columns, K)
     b = tl.load(beta + batch * b_batch + (first + r) * b_row + head * b_head,
                 mask=r < rows, other=0.0).to(tl.float32)  # fmt: skip
     dQd, dKe, dKd, flow = through_states(
@@ -178,28 +185,38 @@ def rows_kernel(
         K, V, BK, BV, C, READS, PRECISION,
     )  # fmt: skip
     i, j = r[:, None], r[None, :]
+    ks = rows_of(k, k_row, r, rows, columns, K)
+    gs = rows_of(g, g_row, r, rows, columns, K)
     total = tl.exp(add_up(j <= i, gs, PARTS))
     dqs = dQd * total
     dks = dKd * total
     db = tl.sum(dks * ks, 1)
     dks *= b[:, None]
-    dgs = add_up(j >= i, qs * dqs + ks * dks, PARTS)
+    moved = ks * dks
+    if READS:
+        moved += rows_of(q, q_row, r, rows, columns, K) * dqs
+    dgs = add_up(j >= i, moved, PARTS)
     as_column = dKe * tl.exp(add_up(j > i, gs, PARTS))
     dks += as_column
     of_end = tl.load(end + tile * K + columns, mask=columns < K, other=0.0) * flow
     dgs += add_up(j < i, ks * as_column, PARTS) + of_end[None, :]
     P, A = dP + tile * C * C, dA + tile * C * C
     for level in tl.static_range(2 if BOUNDED else 6):
-        dqs, dks, dgs, db = through_level(qs, ks, gs, b, P, A, dqs, dks, dgs, db, C >> (level + 1),
-                                          C, False, READS, PRECISION, PARTS)  # fmt: skip
+        dqs, dks, dgs, db = through_level(
+            q, k, g, q_row, k_row, g_row, rows, columns, b, P, A, dqs, dks, dgs, db,
+            C >> (level + 1), K, C, False, READS, PRECISION, PARTS,
+        )  # fmt: skip
     if BOUNDED:
-        dqs, dks, dgs, db = through_level(qs, ks, gs, b, P, A, dqs, dks, dgs, db, 8,
-                                          C, True, READS, PRECISION, PARTS)  # fmt: skip
+        dqs, dks, dgs, db = through_level(
+            q, k, g, q_row, k_row, g_row, rows, columns, b, P, A, dqs, dks, dgs, db,
+            8, K, C, True, READS, PRECISION, PARTS,
+        )  # fmt: skip
     own = (batch * T + first) * H + head
     if READS:
         self = tl.load(P + r * (C + 1))[:, None].to(tl.float32)
-        dks += self * qs
-        put_rows(dq + own * K, dqs + self * ks, H * K, r, rows, columns, K)
+        dks += self * rows_of(q, q_row, r, rows, columns, K)
+        dqs += self * rows_of(k, k_row, r, rows, columns, K)
+        put_rows(dq + own * K, dqs, H * K, r, rows, columns, K)
     if MORE:
         dks += tile_of(more_dk + tile * C * K, r, columns, K)
         dgs += tile_of(more_dg + tile * C * K, r, columns, K)
