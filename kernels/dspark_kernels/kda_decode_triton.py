@@ -27,6 +27,7 @@ from torch import Tensor
 
 from dspark_kernels.interpreted_floats import exact_floats
 from dspark_kernels.kda_decode import check
+from dspark_kernels.kda_round_triton import round_kernel
 from dspark_kernels.kda_rows_triton import (
     MAX_EXPONENT,
     first,
@@ -46,6 +47,8 @@ from dspark_kernels.overlap import begin, early, wait
 exact_floats()
 
 MAX_ROWS = 16
+PROGRAMS = 396
+"""Most programs of a launch: three for each processor of an H200."""
 WIDTHS = (64, 128)
 
 
@@ -216,6 +219,7 @@ def kda_decode(
     A_log: Tensor, dt_bias: Tensor, norm: Tensor, eps: float, lower_bound: float | None,
     upto: Tensor | None = None, taps: Tensor | None = None, fold: bool = False,
     shape: tuple[int, int] | None = None, prefetch: int = 8, factored: bool = True,
+    vv: int = 16, maxnreg: int | None = None, most: int = PROGRAMS,
 ) -> Tensor:  # fmt: skip
     """`kda_decode.kda_decode`."""
     B, T, _ = rows.shape
@@ -223,19 +227,32 @@ def kda_decode(
     R, W = held_decay.shape[1], len(conv)
     check(R, T, upto, taps, fold)
     out = torch.empty((B, T, H * V), dtype=rows.dtype, device=rows.device)
+    bound = 0.0 if lower_bound is None else lower_bound
+    tensors = (
+        rows, decay, beta, gate, held_rows, held_decay, held_beta, accepted, state, conv, A_log,
+        dt_bias, norm,
+    )  # fmt: skip
+    strides = [s for x in tensors[:7] for s in x.stride()[:2]] + [state.stride(0)]
+    HELD = triton.next_power_of_2(W - 1 if fold else W - 1 + T)
+    if upto is None or taps is None:
+        programs = min(B * H, most)
+        size = (R + T + 1) * (2 * K + V + 16) + (T + 1) * (K + V)
+        ready = torch.empty(programs * size, dtype=torch.float32, device=rows.device)
+        round_kernel[(programs,)](
+            *tensors, out, ready, B * H, K**-0.5, eps, bound, *strides,
+            T=T, R=R, H=H, K=K, V=V, W=W, NR=triton.next_power_of_2(R + T),
+            TQ=triton.next_power_of_2(T), HELD=HELD, VV=vv, FOLD=fold,
+            BOUNDED=lower_bound is not None, num_warps=V // vv, num_stages=1, **({} if maxnreg is None else dict(maxnreg=maxnreg)), **early(),
+        )  # fmt: skip
+        return out
     TP = padded(max(R, T))
     factored = factored and lower_bound is not None and -lower_bound * (R + T) <= MAX_EXPONENT
     BV, warps = shape or (min(V, 128), 8)
-    branches = (rows, rows) if upto is None or taps is None else (upto.to(torch.int8), taps)
-    apart = (0, 0) if upto is None else tuple(x.stride(0) if len(x) > 1 else 0 for x in branches)
+    branches = (upto.to(torch.int8), taps)
+    apart = tuple(x.stride(0) if len(x) > 1 else 0 for x in branches)
     _kernel[(B * H,)](
-        rows, decay, beta, gate, held_rows, held_decay, held_beta, accepted, state, conv, A_log,
-        dt_bias, norm, *branches, out,
-        K**-0.5, eps, 0.0 if lower_bound is None else lower_bound, *apart,
-        *rows.stride()[:2], *decay.stride()[:2], *beta.stride()[:2], *gate.stride()[:2],
-        *held_rows.stride()[:2], *held_decay.stride()[:2], *held_beta.stride()[:2], state.stride(0),
-        T=T, R=R, H=H, K=K, V=V, W=W, BV=BV, TP=TP,
-        HELD=triton.next_power_of_2(W - 1 if fold else W - 1 + T), TREE=upto is not None, FOLD=fold,
+        *tensors, *branches, out, K**-0.5, eps, bound, *apart, *strides,
+        T=T, R=R, H=H, K=K, V=V, W=W, BV=BV, TP=TP, HELD=HELD, TREE=True, FOLD=fold,
         BOUNDED=lower_bound is not None, FACTORED=factored, PREFETCH=prefetch,
         PRECISION="tf32x3", num_warps=warps, **early(),
     )  # fmt: skip

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dspark_kernels.interpreted import allow_loops
 from dspark_kernels.interpreted_floats import exact_floats
+from dspark_kernels.kda_pass_triton import places, read_rows
 from dspark_kernels.kda_rows_triton import (
     LOG2E,
     MAX_EXPONENT,
@@ -116,73 +117,90 @@ def _kernel(
 
 
 @triton.jit
-def _raw(q_ptr, k_ptr, g_ptr, v_ptr, beta_ptr, t, s_qt, s_kt, s_gt, s_vt, s_bt, ks, cols):
-    """Row t as it stands in memory."""
-    q, k = tl.load(q_ptr + t * s_qt + ks), tl.load(k_ptr + t * s_kt + ks)
-    g, v = tl.load(g_ptr + t * s_gt + ks), tl.load(v_ptr + t * s_vt + cols)
-    return q, k, g, v, tl.load(beta_ptr + t * s_bt)
-
-
-@triton.jit
-def _ready(q, k, g, v, beta, rate, dt, scale, bound, GATED: tl.constexpr, BOUNDED: tl.constexpr):
-    """q, k, decay, v, beta and q k of a row."""
-    q, k, g, beta = q.to(tl.float32), k.to(tl.float32), g.to(tl.float32), beta.to(tl.float32)
-    if GATED:
-        q *= scale * tl.rsqrt(tl.sum(q * q, 0) + UNIT_EPS)
-        k *= tl.rsqrt(tl.sum(k * k, 0) + UNIT_EPS)
-        decay, beta = tl.exp2(log_decay(g + dt, rate, bound, BOUNDED)), sigmoid(beta)
-    else:
-        decay = tl.exp2(LOG2E * g)
-    return q, k, decay, v.to(tl.float32), beta, tl.sum(q * k, 0)
-
-
-@triton.jit
 def _chain(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, out_ptr, end_ptr, rate_ptr, dt_ptr,
-    scale, bound, keep, rows,
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, out_ptr, end_ptr, rate_ptr, dt_ptr, ready_ptr,
+    scale, bound, keep,
     s_qb, s_qt, s_kb, s_kt, s_vb, s_vt, s_gb, s_gt, s_bb, s_bt,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, GATED: tl.constexpr,
-    BOUNDED: tl.constexpr, EARLY: tl.constexpr,
+    T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    VV: tl.constexpr, TP: tl.constexpr, GATED: tl.constexpr, BOUNDED: tl.constexpr,
+    WRITE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Row after row on a tile of state that stays in registers; while one row is folded in, the
-    next is made ready and the one after it is on its way."""
-    place, part = tl.program_id(0) // (V // BV), tl.program_id(0) % (V // BV)
+    """Rows of a chain: all made ready at once, then one after another over a tile of state."""
+    part, place = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
     b, h = (place // H).to(tl.int64), place % H
-    cols, ks = part * BV + tl.arange(0, BV), tl.arange(0, K)
-    tile = (b * H + h) * K * V + ks[:, None] * V + cols[None, :]
+    t, ks, vs = tl.arange(0, TP), tl.arange(0, K), part * BV + tl.arange(0, BV)
+    tile = (b * H + h) * K * V + part * BV + places(K, V, BV // VV, VV)
     begin(EARLY)
     if EARLY:
         touch(state_ptr + (b * H + h) * K * V + part * BV, K, BV, V, 8)
     wait(EARLY)
-    q_ptr += b * s_qb + h * K
-    k_ptr += b * s_kb + h * K
-    g_ptr += b * s_gb + h * K
-    v_ptr += b * s_vb + h * V
-    beta_ptr += b * s_bb + h
-    out_ptr += (b * rows * H + h) * V
-    rate, dt = 0.0, 0.0
-    if GATED:
-        rate, dt = tl.exp(tl.load(rate_ptr + h)), tl.load(dt_ptr + h * K + ks).to(tl.float32)
-    q, k, g, v, beta = _raw(q_ptr, k_ptr, g_ptr, v_ptr, beta_ptr, 0, s_qt, s_kt, s_gt, s_vt, s_bt,
-                            ks, cols)  # fmt: skip
+    real, at = (t < T)[:, None], t[:, None]
+    q = tl.load(q_ptr + b * s_qb + at * s_qt + h * K + ks, mask=real, other=0.0).to(tl.float32)
+    k = tl.load(k_ptr + b * s_kb + at * s_kt + h * K + ks, mask=real, other=0.0).to(tl.float32)
+    g = tl.load(g_ptr + b * s_gb + at * s_gt + h * K + ks, mask=real, other=0.0).to(tl.float32)
+    v = tl.load(v_ptr + b * s_vb + at * s_vt + h * V + vs, mask=real, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + b * s_bb + t * s_bt + h, mask=t < T, other=0.0).to(tl.float32)
     state = tl.load(state_ptr + tile)
-    q1, k1, d1, v1, beta1, qk1 = _ready(q, k, g, v, beta, rate, dt, scale, bound, GATED, BOUNDED)
-    q, k, g, v, beta = _raw(q_ptr, k_ptr, g_ptr, v_ptr, beta_ptr, tl.minimum(1, rows - 1),
-                            s_qt, s_kt, s_gt, s_vt, s_bt, ks, cols)  # fmt: skip
-    for t in range(rows):
-        state *= d1[:, None]
-        sums = tl.sum(tl.join(k1[:, None] * state, q1[:, None] * state), 0)
-        seen, read = tl.split(sums)
-        u = beta1 * (v1 - seen)
-        tl.store(out_ptr + t * H * V + cols, read + qk1 * u)
-        state += k1[:, None] * u[None, :]
-        if t + 1 == keep:
-            tl.store(end_ptr + tile, state)
-        q1, k1, d1, v1, beta1, qk1 = _ready(
-            q, k, g, v, beta, rate, dt, scale, bound, GATED, BOUNDED
-        )
-        q, k, g, v, beta = _raw(q_ptr, k_ptr, g_ptr, v_ptr, beta_ptr, tl.minimum(t + 2, rows - 1),
-                                s_qt, s_kt, s_gt, s_vt, s_bt, ks, cols)  # fmt: skip
+    if GATED:
+        rate = tl.exp(tl.load(rate_ptr + h))
+        g = log_decay(g + tl.load(dt_ptr + h * K + ks), rate, bound, BOUNDED)
+        q, k, beta = scale * unit(q), unit(k), sigmoid(beta)
+    else:
+        g = LOG2E * g
+    q_ptr = ready_ptr + tl.program_id(0).to(tl.int64) * (T + 1) * (3 * K + BV + 16)
+    k_ptr, d_ptr = q_ptr + (T + 1) * K, q_ptr + 2 * (T + 1) * K
+    v_ptr = q_ptr + 3 * (T + 1) * K
+    beta_ptr = v_ptr + (T + 1) * BV
+    tl.store(q_ptr + at * K + ks, q, real)
+    tl.store(k_ptr + at * K + ks, k, real)
+    tl.store(d_ptr + at * K + ks, tl.exp2(g), real)
+    tl.store(v_ptr + at * BV + tl.arange(0, BV), v, real)
+    tl.store(beta_ptr + t, beta, t < T)
+    tl.debug_barrier()
+    out_ptr += (b * T * H + h) * V + part * BV
+    read_rows(state, q_ptr, k_ptr, d_ptr, v_ptr, beta_ptr, out_ptr, end_ptr + tile, T, keep, H * V,
+              K, BV, WRITE)  # fmt: skip
+
+
+@triton.jit
+def _one(
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, state_ptr, out_ptr, end_ptr, rate_ptr, dt_ptr,
+    scale, bound, s_qb, s_kb, s_vb, s_gb, s_bb,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    GATED: tl.constexpr, BOUNDED: tl.constexpr, WRITE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A single row, without tiles of rows: two sums over the state, and one product of vectors."""
+    place, part = tl.program_id(0) // (V // BV), tl.program_id(0) % (V // BV)
+    b, h = (place // H).to(tl.int64), place % H
+    cols, ks = part * BV + tl.arange(0, BV), tl.arange(0, K)
+    begin(EARLY)
+    if EARLY:
+        touch(state_ptr + (b * H + h) * K * V + part * BV, K, BV, V, 8)
+    wait(EARLY)
+    q = tl.load(q_ptr + b * s_qb + h * K + ks).to(tl.float32)
+    k = tl.load(k_ptr + b * s_kb + h * K + ks).to(tl.float32)
+    g = tl.load(g_ptr + b * s_gb + h * K + ks).to(tl.float32)
+    v = tl.load(v_ptr + b * s_vb + h * V + cols).to(tl.float32)
+    beta = tl.load(beta_ptr + b * s_bb + h).to(tl.float32)
+    tile = (b * H + h) * K * V + ks[:, None] * V + cols[None, :]
+    if GATED:
+        rate = tl.exp(tl.load(rate_ptr + h))
+        dt = tl.load(dt_ptr + h * K + ks).to(tl.float32)
+    state = tl.load(state_ptr + tile)
+    if GATED:
+        decay = tl.exp2(log_decay(g + dt, rate, bound, BOUNDED))
+        beta = sigmoid(beta)
+        k *= tl.rsqrt(tl.sum(k * k, 0) + UNIT_EPS)
+        q *= scale * tl.rsqrt(tl.sum(q * q, 0) + UNIT_EPS)
+    else:
+        decay = tl.exp2(LOG2E * g)
+    state *= decay[:, None]
+    sums = tl.sum(tl.join(k[:, None] * state, q[:, None] * state), 0)
+    seen, read = tl.split(sums)
+    u = beta * (v - seen)
+    tl.store(out_ptr + (b * H + h) * V + cols, read + tl.sum(q * k, 0) * u)
+    if WRITE:
+        tl.store(end_ptr + tile, state + k[:, None] * u[None, :])
 
 
 def padded(rows: int) -> int:
@@ -194,7 +212,7 @@ def _launch(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, keep: int,
     out: Tensor | None, upto: Tensor | None, gate: tuple[Tensor, Tensor] | None,
     lower_bound: float | None, shape: tuple[int, int] | None = None, factored: bool = True,
-    prefetch: int = 8,
+    prefetch: int = 8, vv: int = 16, maxnreg: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     B, T, H, K = q.shape
     V = v.shape[-1]
@@ -204,13 +222,24 @@ def _launch(
     BV, warps = shape or (32, 4)
     bound, bounded = 0.0 if lower_bound is None else lower_bound, lower_bound is not None
     grid = (V // BV * B * H,)
+    more = {} if maxnreg is None else dict(maxnreg=maxnreg)
+    if T == 1:
+        _one[grid](
+            q, k, v, g, beta, state, read, new, rate, dt, K**-0.5, bound,
+            q.stride(0), k.stride(0), v.stride(0), g.stride(0), beta.stride(0),
+            H=H, K=K, V=V, BV=BV, GATED=gate is not None, BOUNDED=bounded, WRITE=keep > 0,
+            num_warps=warps, **more, **early(),
+        )  # fmt: skip
+        return read, new
     if upto is None:
+        size = (T + 1) * (3 * K + BV + 16)
+        ready = torch.empty(grid[0] * size, dtype=torch.float32, device=q.device)
         _chain[grid](
-            q, k, v, g, beta, state, read, new, rate, dt, K**-0.5, bound, keep, T,
+            q, k, v, g, beta, state, read, new, rate, dt, ready, K**-0.5, bound, keep,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             g.stride(0), g.stride(1), beta.stride(0), beta.stride(1),
-            H=H, K=K, V=V, BV=BV, GATED=gate is not None, BOUNDED=bounded,
-            num_warps=warps, num_stages=1, **early(),
+            T=T, H=H, K=K, V=V, BV=BV, VV=vv, TP=triton.next_power_of_2(T), GATED=gate is not None,
+            BOUNDED=bounded, WRITE=keep > 0, num_warps=BV // vv, num_stages=1, **more, **early(),
         )  # fmt: skip
         return read, new
     factored = factored and lower_bound is not None and -lower_bound * T <= MAX_EXPONENT
@@ -266,11 +295,26 @@ def gated_step(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor,
     state: Tensor, keep: int, out: Tensor | None = None, upto: Tensor | None = None,
     lower_bound: float | None = None, shape: tuple[int, int] | None = None, factored: bool = True,
-    prefetch: int = 8,
+    prefetch: int = 8, vv: int = 16, maxnreg: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`step` of raw rows: q, k, v after the convolution, a [B, T, H, K] before dt and gate, b
     [B, T, H] before the sigmoid."""
     gate = (A_log, dt_bias)
     return _launch(
-        q, k, v, a, b, state, keep, out, upto, gate, lower_bound, shape, factored, prefetch
+        q,
+        k,
+        v,
+        a,
+        b,
+        state,
+        keep,
+        out,
+        upto,
+        gate,
+        lower_bound,
+        shape,
+        factored,
+        prefetch,
+        vv,
+        maxnreg,
     )
