@@ -30,3 +30,10 @@ def find_device(name: str, option: str) -> torch.device:
         seen = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
         raise UserError(f"{option} {name}: no such GPU; torch sees {seen}")
     return device
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on a device, without waiting for what the device is still busy with."""
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dspark.devices import send
 from dspark.distill.chat import TrainingRow
 from dspark.draft.anchors import Anchors, sample_anchors
 
@@ -97,15 +98,10 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
-        anchors = Anchors(self.anchors.positions.to(device), self.anchors.valid.to(device))
-        return Batch(
-            self.row_ids,
-            self.ids.to(device),
-            self.valid.to(device),
-            self.loss_mask.to(device),
-            anchors,
-            None if self.noise is None else self.noise.to(device),
-        )
+        places = (send(x, device) for x in (self.anchors.positions, self.anchors.valid))
+        tensors = (send(x, device) for x in (self.ids, self.valid, self.loss_mask))
+        noise = None if self.noise is None else send(self.noise, device)
+        return Batch(self.row_ids, *tensors, Anchors(*places), noise)
 
     def row(self, at: int, length: int) -> Batch:
         """Row `at` alone, its first `length` tokens."""

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dspark import ops
+from dspark.devices import send
 from dspark.distill.terms import TERMS, mixture
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def _pulled(
     rows, wanted = part.rows, slots.objective.divergences
     z = torch.mm(codes[rows], weight.T).addmm_(states[rows], slots.head.T)
     which, shared = torch.unique(slots.target_rows[rows], return_inverse=True)
+    which, shared = send(which, z.device), send(shared, z.device)
     target = torch.mm(slots.target_states[which].to(slots.head.dtype), slots.head.T)
     found = ops.distill_terms(z, target, shared, slots.labels[rows], wanted)
     if not slots.objective.nla:

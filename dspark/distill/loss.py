@@ -28,6 +28,7 @@ from torch import Tensor
 
 from dspark.distill import fused_head
 from dspark.distill.fused import DraftVocabulary, Slots, fused_terms
+from dspark.distill.places import Places
 from dspark.distill.terms import TERMS, Grid, Objective, confidence_weights, slot_weights
 from dspark.draft.heads import ConfidenceHead, SequentialHead
 
@@ -120,7 +121,7 @@ def distill_loss(
             gradient reaches it.
         prev: [..., G] int64, token before each slot's prediction.
         labels: [..., G] int64, data token the slot predicts.
-        supervised: [..., G] bool, a contiguous prefix of each block.
+        supervised: [..., G] bool, a contiguous prefix of each block; on the host or the device.
         to_logits: Frozen LM head, [n, D] -> [n, V]; must be differentiable in its argument and
             give a tensor of its own, which is overwritten.
         markov_head: Adds the bias of its codes to the drafter's logits.
@@ -133,44 +134,38 @@ def distill_loss(
         vocabulary: The drafter's, if it is a reduced one.
         to_draft_logits: LM head over the reduced vocabulary, [n, D] -> [n, V']; None: `to_logits`.
         target_rows: [..., G] int64, row of each slot in `target_hidden`, which is then [m, D]:
-            slots of several blocks may share one.
+            slots of several blocks may share one. On the host or the device.
         head: [V, D], the LM head if `to_logits` is the product with it and nothing else, to take
             all products in its dtype (`fused_head.takes` it).
     """
-    slots = supervised.shape[-1]
-    used = supervised.reshape(-1, slots)[:, 0].nonzero().squeeze(-1)
-
-    def in_use(values: Tensor, trailing: int = 1) -> Tensor:
-        return values.flatten(0, -1 - trailing)[used]
-
-    on = in_use(supervised)
-    block, position = on.nonzero(as_tuple=True)
-    grid = Grid(block, position, len(on), slots)
-    whole = len(block) == on.numel()
-
-    def picked(values: Tensor) -> Tensor:
-        return values.flatten(0, 1) if whole else values[block, position]
-
+    slots, device = supervised.shape[-1], hidden.device
+    found = Places.of(supervised)
+    places = found.to(device)
+    grid = Grid(places.block, places.position, len(found.on), slots)
     # Masked, not only left out: a later slot must not reach an earlier one through 0 * NaN.
-    before, hidden = in_use(prev), in_use(hidden, 2)
-    if not whole:
-        before, hidden = before.masked_fill(~on, 0), hidden.masked_fill(~on[..., None], 0)
-    states, codes = picked(hidden), picked(markov_head.codes(before, hidden))
-    chosen_labels, known = picked(in_use(labels)), None
+    before, hidden = places.in_use(prev), places.in_use(hidden, 2)
+    if not places.whole:
+        off = ~places.on
+        before, hidden = before.masked_fill(off, 0), hidden.masked_fill(off[..., None], 0)
+    states, codes = places.picked(hidden), places.picked(markov_head.codes(before, hidden))
+    chosen_labels, known = places.picked(places.in_use(labels)), None
     if vocabulary is not None:
         chosen_labels, known = vocabulary.labels(chosen_labels)
     if target_rows is None:
-        target_states = picked(in_use(target_hidden, 2))
-        chosen_rows = torch.arange(len(block), device=block.device)
+        target_states = places.picked(places.in_use(target_hidden, 2))
+        chosen_rows = torch.arange(len(target_states), device=device)
     else:
-        target_states, chosen_rows = target_hidden, picked(in_use(target_rows))
+        near = found if target_rows.device == found.block.device else places
+        target_states, chosen_rows = target_hidden, near.picked(near.in_use(target_rows))
+    if head is None:
+        chosen_rows = chosen_rows.to(device)
     work = Slots(
         target_states=target_states.detach(),
         target_rows=chosen_rows,
         labels=chosen_labels,
         known=known,
         grid=grid,
-        counts=on.sum(-1).tolist(),
+        counts=found.on.sum(-1).tolist(),
         vocabulary=vocabulary,
         to_logits=to_draft_logits or to_logits,
         to_target_logits=torch.no_grad()(to_logits),
@@ -185,10 +180,10 @@ def distill_loss(
     total, terms = fused_terms(states, codes, weight, work, chunk)
     by_term = dict(zip(TERMS, terms, strict=True))
     acceptance = (1 - by_term["l1"] / 2).clamp(0, 1)
-    w = slot_weights(slots, objective.decay, acceptance)[position]
+    w = slot_weights(slots, objective.decay, acceptance)[grid.position]
     bce = predicted = torch.zeros_like(acceptance)
     if confidence_head is not None:
-        embed = markov_head.embed(picked(before))
+        embed = markov_head.embed(places.picked(before))
         if confidence_detach:
             states, embed = states.detach(), embed.detach()
         logit = confidence_head(states, embed).to(acceptance.dtype)
@@ -196,7 +191,7 @@ def distill_loss(
         predicted = logit.detach().sigmoid()
         total = total + objective.confidence * (confidence_weights(w, grid, objective) * bce).sum()
     survival = grid.table(acceptance).cumprod(-1)
-    blocks = survival.new_tensor(float(len(on)))
+    blocks = survival.new_full((), float(grid.blocks))
     weight_sums = grid.per_position(w)
     return LossSums(
         objective=total,

@@ -9,12 +9,13 @@ Letters: B batch, S sequence, A anchors, G block slots, D hidden.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dspark.devices import send
 from dspark.distill import fused_head
 from dspark.distill.batches import Batch
 from dspark.distill.fused import DraftVocabulary
@@ -55,29 +56,30 @@ def batch_sums(
     settings: TrainSettings,
     source: FeatureSource | None = None,
 ) -> LossSums:
-    """Loss sums of a batch on the target's device; differentiable in the drafter's weights.
+    """Loss sums on the target's device of a batch from anywhere; differentiable in the weights.
 
     `source` gives the target's states; without one the target runs over the padded batch. Raises
     BadFeatures when the states are not finite.
     """
-    config = drafter.config
+    config, device = drafter.config, target.device
+    given, batch = batch, batch.to(device)
     features = source(batch) if source else target_features(target, batch, drafter.taps)
-    anchors = batch.anchors
     if batch.noise is not None:
-        chunk = settings.chunk or chunk_slots(target.vocab_size, batch.ids.device)
-        anchors = hard_anchors(batch, features.hidden, target.logits, settings.anchor_choice, chunk)
-    block = blocks(batch.ids, batch.loss_mask, anchors, config.block_size)
-    inputs = block_inputs(block.prev[..., 0], config.block_size, config.mask_token_id)
-    autocast = torch.autocast(
-        batch.ids.device.type, torch.bfloat16, enabled=settings.precision == "bf16"
-    )
+        chunk = settings.chunk or chunk_slots(target.vocab_size, device)
+        hard = hard_anchors(batch, features.hidden, target.logits, settings.anchor_choice, chunk)
+        given = batch = replace(batch, anchors=hard)
+    # Where the batch was given: on the host, nothing below has to wait for the device.
+    block = blocks(given.ids, given.loss_mask, given.anchors, config.block_size)
+    prev, labels = send(block.prev, device), send(block.labels, device)
+    inputs = block_inputs(prev[..., 0], config.block_size, config.mask_token_id)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bf16")
     with autocast:
         hidden = drafter.train_hidden(
             features.taps,
             batch.valid,
             target.embed(inputs),
-            anchors.positions,
-            anchors.valid,
+            batch.anchors.positions,
+            batch.anchors.valid,
         )
     ids = drafter.draft_ids
     # Outside autocast: logits come in the target's dtype, as they do at run time, and the rest in
@@ -85,8 +87,8 @@ def batch_sums(
     return distill_loss(
         hidden.float(),
         features.hidden.flatten(0, 1),
-        block.prev,
-        block.labels,
+        prev,
+        labels,
         block.supervised,
         to_logits=lambda states: target.logits(states.to(target.dtype)),
         markov_head=drafter.markov_head,
@@ -96,7 +98,7 @@ def batch_sums(
         confidence_detach=settings.confidence_detach,
         vocabulary=None if ids is None else DraftVocabulary(ids),
         to_draft_logits=DraftHead(target, ids).logits,
-        target_rows=_flat_rows(block.rows, batch.ids.shape[1]),
+        target_rows=_flat_rows(block.rows, given.ids.shape[1]),
         head=through_head(target, drafter, settings),
     )
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dspark.devices import send
 from dspark.distill.apart import ApartGradients
 from dspark.distill.batches import Batch, Schedule, deal, make_batch
 from dspark.distill.chat import TrainingRow
@@ -110,18 +111,19 @@ class Trainer:
         gradients.zero(len(batches))
         sums = zero_sums(self.drafter.config.block_size, self.processes.device)
         tokens, fault = 0, None
+        parts: list[tuple[Batch, LossSums]] = []
         for batch in batches:
             tokens += batch.tokens
             if fault is None:
                 part, fault = self._accumulate(batch)
+                parts.append((batch, part))
                 sums = sums + part
             gradients.collect()  # after a fault too: the others may wait for this process in it
         gradients.reduce(self.processes)
         gradients.measure()
-        sums, (tokens, faults, stops) = self._reduce(sums, tokens, fault is not None)
-        if faults:
-            self._stop(step, self.processes.texts(fault))
-
+        sums, finite, (tokens, faults, stops) = self._reduce(sums, tokens, fault is not None)
+        if faults or not finite:
+            self._stop(step, self.processes.texts(fault or self._fault(parts)))
         weight = float(sums.normaliser)
         lr = learning_rate(step, self.schedule.total_steps, self.settings)
         norm = 0.0
@@ -139,7 +141,7 @@ class Trainer:
         for batch in self._batches(rows, range(len(rows)), HELD_OUT_EPOCH):
             part = batch_sums(self.target, self.drafter, batch, self.settings, self.source)
             sums = sums + part
-        sums, _ = self._reduce(sums, 0, False)
+        sums, _, _ = self._reduce(sums, 0, False)
         return report(sums, objective(self.settings))
 
     def _batches(
@@ -155,40 +157,44 @@ class Trainer:
             )
             for ids in dealt
         )
-        return [batch.to(processes.device) for batch in batches]
+        return list(batches)
 
     def _accumulate(self, batch: Batch) -> tuple[LossSums, str | None]:
-        """Add the gradient of a micro-batch's summed loss; returns its sums, or a fault."""
+        """Add the gradient of a micro-batch's summed loss; returns its sums, or a fault.
+
+        A loss that is not finite is found when the sums of the step are read: asking here would
+        have the device wait for the host before every backward pass.
+        """
         with self.optimiser.computing():
             try:
                 sums = batch_sums(self.target, self.drafter, batch, self.settings, self.source)
             except BadFeatures as error:
                 return zero_sums(self.drafter.config.block_size, self.processes.device), str(error)
-            fault = self._fault(sums, batch)
-            if fault is None and sums.objective.requires_grad:
+            if sums.objective.requires_grad:
                 sums.objective.backward()
-        return sums.detached(), fault
+        return sums.detached(), None
 
-    def _fault(self, sums: LossSums, batch: Batch) -> str | None:
-        names = ("ce", "l1", "bce", "objective")
-        finite = torch.stack([torch.isfinite(getattr(sums, name)).all() for name in names])
-        for name, right in zip(names, finite.tolist(), strict=True):
-            if right:
-                continue
-            broken = [n for n, p in self.drafter.named_parameters() if not _finite(p)]
-            culprit = f"parameter {broken[0]}" if broken else f"loss term {name}"
-            return f"{culprit} not finite; rows {sorted(batch.row_ids)}"
+    def _fault(self, parts: Sequence[tuple[Batch, LossSums]]) -> str | None:
+        """What is not finite in the first micro-batch of this process that has such a thing."""
+        for batch, sums in parts:
+            for name in ("ce", "l1", "bce", "objective"):
+                if _finite(getattr(sums, name)):
+                    continue
+                broken = [n for n, p in self.drafter.named_parameters() if not _finite(p)]
+                culprit = f"parameter {broken[0]}" if broken else f"loss term {name}"
+                return f"{culprit} not finite; rows {sorted(batch.row_ids)}"
         return None
 
     def _reduce(
         self, sums: LossSums, tokens: int, faulty: bool
-    ) -> tuple[LossSums, tuple[int, int, int]]:
-        """Sums over processes, with (tokens, faults, stop requests)."""
+    ) -> tuple[LossSums, bool, tuple[int, int, int]]:
+        """Sums over processes, whether all are finite, and (tokens, faults, stop requests)."""
         flags = torch.tensor([tokens, faulty, self.stop_requested], dtype=torch.float64)
-        vector = torch.cat([to_vector(sums), flags.to(self.processes.device)])
-        vector = self.processes.sum(vector)
-        tokens, faults, stops = (int(value) for value in vector[-3:].tolist())
-        return from_vector(vector[:-3], self.drafter.config.block_size), (tokens, faults, stops)
+        vector = torch.cat([to_vector(sums), send(flags, self.processes.device)])
+        values = self.processes.sum(vector).cpu()
+        counts = tuple(int(value) for value in values[-3:].tolist())
+        found = from_vector(values[:-3], self.drafter.config.block_size)
+        return found, _finite(values), (counts[0], counts[1], counts[2])
 
     def _stop(self, step: int, faults: Sequence[str]) -> None:
         raise NonFinite(
