@@ -50,6 +50,11 @@ class Experts:
         return self.w1.shape[1]
 
     @property
+    def packed(self) -> bool:
+        """Whether they are MXFP4."""
+        return self.scales is not None
+
+    @property
     def count(self) -> int:
         """E."""
         return self.w1.shape[0]
@@ -203,7 +208,7 @@ def moved_bytes(n: int, distinct: int, moe: MoE) -> int:
     """Bytes of one call that reads so many distinct experts; intermediates are left out."""
     each = 3 * moe.experts.inner * moe.experts.width
     size = moe.inputs.element_size()
-    expert = each // 2 + each // GROUP if moe.experts.scales is not None else each * size
+    expert = each // 2 + each // GROUP if moe.experts.packed else each * size
     dense = moe.inputs.numel() + (0 if moe.outputs is None else moe.outputs.numel())
     return distinct * expert + size * dense + 2 * n * size * moe.inputs.shape[1]
 
