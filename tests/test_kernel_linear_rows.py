@@ -143,6 +143,18 @@ def test_kernel_at_real_sizes(n: int, inputs: int, outputs: int, more: bool, poi
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [1, 8])
+def test_offsets_beyond_32_bits(n: int) -> None:
+    """The last rows of a weight of more than 2^31 numbers."""
+    x = torch.randn(n, 7168, device=DEVICE).bfloat16()
+    weight = torch.zeros(300_032, 7168, dtype=torch.bfloat16, device=DEVICE)
+    weight[-16:] = torch.randn(16, 7168, device=DEVICE) * 7168**-0.5
+    found = kernel.project(x, weight, None, 0.0, None, weight.dtype, Plan(64, 256, 4, 3, dot=n > 1))
+    assert not found[:, :-16].any()
+    assert _error(found[:, -16:], x.double() @ weight[-16:].double().t()) < ROUNDING
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 8])
 def test_captured_calls_read_what_is_there_at_replay(n: int) -> None:
     x, weight, norm, residual = _random(n, 2304, 4096)
     call = lambda: kernel.linear_rows(x, weight, norm=norm, eps=EPS, residual=residual)  # noqa: E731

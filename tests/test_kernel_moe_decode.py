@@ -232,6 +232,23 @@ def test_k3_at_real_widths(n: int, dot: bool, poison: None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [1, 4])
+def test_offsets_beyond_32_bits(n: int) -> None:
+    """Only experts that lie behind 2^31 numbers are chosen; the same as a layer of those alone."""
+    moe, last = _random(2304, 1024, 8, 1024, 0, latent=None, packed=False), 16
+    moe.bias[:-last] -= 9.0
+    e = moe.experts
+    experts = Experts(e.w1[-last:], e.w3[-last:], e.w2[-last:])
+    few = replace(moe, inputs=moe.inputs[-last:], bias=moe.bias[-last:], experts=experts)
+    x, _, residual = _rows(n, 2304)
+    found, chosen = kernel.moe_decode(x, moe, residual=residual)
+    wanted, ids = plain.moe_decode(x.double(), _double(few), residual=residual.double())
+    assert torch.equal(chosen, ids + 1024 - last)
+    assert int(chosen.min()) * e.w1[0].numel() > 2**31
+    assert float((found.double() - wanted).norm() / wanted.norm()) < ROUNDING
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 4])
 def test_captured_calls_route_at_replay(n: int) -> None:
     moe = _random(2304, 32, 8, 1024, 1024, latent=None, packed=False)
     x, norm, residual = _rows(n, 2304)
