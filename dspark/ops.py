@@ -32,6 +32,7 @@ from dspark_kernels import kda_decode as kda_decode_op
 from dspark_kernels import kda_linear as kda_linear_op
 from dspark_kernels import latent_write as latent_write_op
 from dspark_kernels import linear_rows as linear_rows_op
+from dspark_kernels import low_rank_rows as low_rank_rows_op
 from dspark_kernels import markov_sample as markov_sample_op
 from dspark_kernels import mla_decode as mla_decode_op
 from dspark_kernels import moe_decode as moe_decode_op
@@ -187,6 +188,9 @@ mla_absorb = _op("mla_absorb", latent_write_op.mla_absorb, "mla_absorb_triton:ml
 latent_write = _op("latent_write", latent_write_op.latent_write, "latent_write_triton:latent_write")
 attn_res_mix = _op("attn_res_mix", attn_res.attn_res_mix, "attn_res_triton:attn_res_mix")
 linear_rows = _op("linear_rows", linear_rows_op.linear_rows, "linear_rows_triton:linear_rows")
+low_rank_rows = _op(
+    "low_rank_rows", low_rank_rows_op.low_rank_rows, "low_rank_rows_triton:low_rank_rows"
+)
 gated_rows = _op("gated_rows", linear_rows_op.gated_rows, "linear_rows_triton:gated_rows")
 moe_decode = _op("moe_decode", moe_decode_op.moe_decode, "moe_decode_triton:moe_decode")
 MoE = moe_decode_op.MoE

@@ -195,10 +195,10 @@ class StaticDecoder:
         """[n, HK] of the packed products [n, O] of one KDA layer."""
         shape = (rows.batch, rows.count, -1)
         raw, gate, decay, beta = inputs.split(w.splits, dim=-1)
-        factors, rank, _ = w.second.shape
+        factors, _, rank = w.second.shape
         end = sum(w.splits[:3])
         first = inputs[:, end - factors * rank : end].unflatten(1, (factors, rank))
-        second = torch.bmm(first.transpose(0, 1), w.second)
+        second = ops.low_rank_rows(first, w.second)
         gate, decay = second[0] if factors > 1 else gate, second[-1]
         cache, index = rows.cache, rows.linear
         rows.linear += 1

@@ -32,8 +32,8 @@ from dspark.k3.mxfp4 import quantise
 
 @dataclass(frozen=True)
 class KDAWeights:
-    """inputs [O, D] of `splits` = (3HK, gate, decay, H) columns; second factors [K, HK] of the
-    low-rank ones: of gate and decay [2, K, HK], or of the decay alone [1, K, HK]; conv [W, 3HK],
+    """inputs [O, D] of `splits` = (3HK, gate, decay, H) columns; second factors of the
+    low-rank ones, of gate and decay [2, HK, K] or of the decay alone [1, HK, K]; conv [W, 3HK],
     A_log [H], dt_bias [HK], norm [K] float32; output [D, HK]."""
 
     inputs: Tensor
@@ -174,9 +174,9 @@ def _kda(mixer: KDA) -> KDAWeights:
     full = mixer.config.kda_full_rank_output_gate
     width = mixer.heads * mixer.width
     factors = [mixer.f_b_proj] if full else [mixer.g_b_proj, mixer.f_b_proj]
-    second = torch.stack([factor.weight.detach().t().contiguous() for factor in factors])
+    second = torch.stack([factor.weight.detach() for factor in factors])
     for factor, weight in zip(factors, second, strict=True):
-        factor.weight.data = weight.t()
+        factor.weight.data = weight
     return KDAWeights(
         inputs=_packed(mixer),
         splits=(3 * width, width if full else mixer.width, mixer.width, mixer.heads),
