@@ -122,11 +122,12 @@ def test_what_is_taken() -> None:
 
 def test_chunks_are_as_few_and_as_even_as_bytes_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_head, "CHUNK_BYTES", 2 * 100 * 10)
-    assert fused_head.even_chunk(7, 100) == 7
-    assert fused_head.even_chunk(10, 100) == 10
-    assert fused_head.even_chunk(12, 100) == 6
-    assert fused_head.even_chunk(0, 100) == 1
-    assert fused_head.even_chunk(5, 10**6) == 1
+    assert fused_head.even_chunk(7, 100, 1) == 7
+    assert fused_head.even_chunk(10, 100, 1) == 10
+    assert fused_head.even_chunk(12, 100, 1) == 6
+    assert fused_head.even_chunk(0, 100, 1) == 1
+    assert fused_head.even_chunk(5, 10**6, 1) == 1
+    assert fused_head.even_chunk(12, 100, 3) == 8  # six and a block less one
 
 
 @pytest.mark.gpu

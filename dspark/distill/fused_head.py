@@ -42,10 +42,14 @@ def takes(head: Tensor | None, reduced: bool) -> bool:
     return head is not None and head.dtype == torch.bfloat16 and not reduced
 
 
-def even_chunk(slots: int, vocabulary: int) -> int:
-    """Slots of a chunk: as few chunks as `CHUNK_BYTES` allows, of about the same size."""
+def even_chunk(count: int, vocabulary: int, slots: int) -> int:
+    """Slots of a chunk: as few chunks as `CHUNK_BYTES` allows, of about the same size.
+
+    Chunks end with whole blocks of at most `slots`: the room for one more lets the last one not
+    leave a remainder, whose products would read all of W for a few slots.
+    """
     most = max(1, CHUNK_BYTES // (2 * vocabulary))
-    return max(1, -(-slots // max(1, -(-slots // most))))
+    return -(-max(1, count) // max(1, -(-count // most))) + slots - 1
 
 
 def head_terms(

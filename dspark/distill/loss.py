@@ -174,7 +174,7 @@ def distill_loss(
     )
     weight = _named_rows(markov_head.markov_w2.weight, work.to_logits(states[:0].detach()))
     if chunk is None and head is not None:
-        chunk = fused_head.even_chunk(len(states), len(head))
+        chunk = fused_head.even_chunk(len(states), len(head), slots)
     elif chunk is None:  # the target's logits are the wider ones where the vocabulary is reduced
         chunk = chunk_slots(work.to_target_logits(states[:0]).shape[-1], hidden.device)
     total, terms = fused_terms(states, codes, weight, work, chunk)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dspark_kernels.adamw import BLOCK, Moments, Rates, corrections
 
-ROWS, WARPS = 4, 4
+ROWS, WARPS = 8, 4
 _KIND = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 

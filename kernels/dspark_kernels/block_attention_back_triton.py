@@ -89,6 +89,19 @@ def d_queries(  # type: ignore[no-untyped-def]
     tl.store(dq + row[:, None] * D + d[None, :], result, mask=inside[:, None])
 
 
+@triton.jit
+def _add_dk(  # type: ignore[no-untyped-def]
+    acc_k, acc_v, q, gradient, k, v, norm, dot, seen, power, MASKED: tl.constexpr
+):  # fmt: skip
+    """One step of d k, before its scale, and of d v."""
+    p = tl.exp2(tl.dot(k, tl.trans(q)) * power - norm[None, :])
+    if MASKED:
+        p = tl.where(seen, p, 0.0)
+    acc_v = tl.dot(p.to(gradient.dtype), gradient, acc_v)
+    ds = p * (tl.dot(v, tl.trans(gradient)) - dot[None, :])
+    return tl.dot(ds.to(q.dtype), q, acc_k), acc_v
+
+
 @triton.jit(do_not_specialize=["length"])
 def d_keys(  # type: ignore[no-untyped-def]
     q, keys, values, anchors, lengths, gradient, lse, delta, bounds, dk, dv, count, length, scale,
@@ -102,38 +115,42 @@ def d_keys(  # type: ignore[no-untyped-def]
     place = tile * KEYS + tl.arange(0, KEYS)
     taken: tl.constexpr = ROWS // SHARED
     if OWN:
-        key, limit_of_keys = length + place, count
+        key, limit = length + place, count
         first = tl.min(place, 0) // G * G
         last = tl.minimum(tl.max(place, 0) // G * G + G, count)
+        whole = last
     else:
-        key, limit_of_keys = place, length
-        pair = bounds + (batch * tl.num_programs(0) + tile) * 2 + tl.arange(0, 2)
-        both = tl.load(pair)
-        first, last = tl.min(both, 0), tl.max(both, 0)
-    within = place < limit_of_keys
+        key, limit = place, length
+        pair = bounds + (batch * tl.num_programs(0) + tile) * 4
+        first, whole, last = tl.load(pair), tl.load(pair + 1), tl.load(pair + 2)
     everything, power = length + count, scale * 1.4426950408889634
     k = key_rows(keys, batch, key, head, everything, J, D)
     v = key_rows(values, batch, key, head, everything, J, D)
     acc_k, acc_v = tl.zeros((KEYS, D), tl.float32), tl.zeros((KEYS, D), tl.float32)
-    for at in tl.range(first // taken, (last + taken - 1) // taken):
-        slot, query_head, inside, anchor = tile_rows(
-            at, head, anchors, batch, count, SHARED, G, ROWS
-        )
-        q_tile = query_rows(q, batch, slot, query_head, count, inside, H, D)
-        g_tile = query_rows(gradient, batch, slot, query_head, count, inside, H, D)
-        row = (batch.to(tl.int64) * count + slot) * H + query_head
+    bare = (whole + taken - 1) // taken
+    for at in tl.range(first // taken, bare):
+        slot, query, inside, anchor = tile_rows(at, head, anchors, batch, count, SHARED, G, ROWS)
+        q_tile = query_rows(q, batch, slot, query, count, inside, H, D)
+        g_tile = query_rows(gradient, batch, slot, query, count, inside, H, D)
+        row = (batch.to(tl.int64) * count + slot) * H + query
         norm = tl.load(lse + row, mask=inside, other=0.0)
         dot = tl.load(delta + row, mask=inside, other=0.0)
-        p = tl.exp2(tl.dot(k, tl.trans(q_tile)) * power - norm[None, :])
         seen = seen_keys(
             key[:, None], slot[None, :], anchor[None, :], there, length, OWN, G, W, CAUSAL
         )
-        p = tl.where(seen & inside[None, :] & within[:, None], p, 0.0)
-        acc_v = tl.dot(p.to(g_tile.dtype), g_tile, acc_v)
-        ds = p * (tl.dot(v, tl.trans(g_tile)) - dot[None, :])
-        acc_k = tl.dot(ds.to(q_tile.dtype), q_tile, acc_k)
+        seen = seen & inside[None, :] & (place < limit)[:, None]
+        acc_k, acc_v = _add_dk(acc_k, acc_v, q_tile, g_tile, k, v, norm, dot, seen, power, True)
+    # Rows that are not there have no q and no gradient, and keys past the end are not stored.
+    for at in tl.range(bare, (last + taken - 1) // taken):
+        slot, query, inside, anchor = tile_rows(at, head, anchors, batch, count, SHARED, G, ROWS)
+        q_tile = query_rows(q, batch, slot, query, count, inside, H, D)
+        g_tile = query_rows(gradient, batch, slot, query, count, inside, H, D)
+        row = (batch.to(tl.int64) * count + slot) * H + query
+        norm = tl.load(lse + row, mask=inside, other=0.0)
+        dot = tl.load(delta + row, mask=inside, other=0.0)
+        acc_k, acc_v = _add_dk(acc_k, acc_v, q_tile, g_tile, k, v, norm, dot, True, power, False)
     at = (batch.to(tl.int64) * everything + key) * J + head
     d = tl.arange(0, D)
-    where = at[:, None] * D + d[None, :]
-    tl.store(dk + where, (acc_k * scale).to(dk.dtype.element_ty), mask=within[:, None])
-    tl.store(dv + where, acc_v.to(dv.dtype.element_ty), mask=within[:, None])
+    where, stored = at[:, None] * D + d[None, :], (place < limit)[:, None]
+    tl.store(dk + where, (acc_k * scale).to(dk.dtype.element_ty), mask=stored)
+    tl.store(dv + where, acc_v.to(dv.dtype.element_ty), mask=stored)

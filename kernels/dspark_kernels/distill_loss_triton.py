@@ -19,7 +19,7 @@ from dspark_kernels.distill_loss import NORMS, TERMS
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 TILE, WARPS = 4096, 8
-PULL_TILE, PULL_WARPS = 4096, 8
+PULL_TILE, PULL_WARPS = 2048, 4
 
 
 def refuses(z: Tensor, target: Tensor, rows: Tensor, labels: Tensor, *rest: Any) -> str | None:
