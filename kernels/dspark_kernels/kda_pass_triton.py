@@ -64,7 +64,7 @@ def read_rows(
     state, q_ptr, k_ptr, d_ptr, v_ptr, b_ptr, o_ptr, tile, n, keep, s_o,
     K: tl.constexpr, V: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of n rows; the state after ``keep`` of them is stored at ``tile``. See `fold_rows`."""
+    """Outputs of n rows; the state after ``keep`` of them goes to ``tile``. See `fold_rows`."""
     KK: tl.constexpr = state.shape[0]
     KC: tl.constexpr = state.shape[2]
     VV: tl.constexpr = state.shape[3]

@@ -76,7 +76,7 @@ def _prepare(
 
 
 @triton.jit
-def _finish(
+def finish(
     o_ptr, gate_ptr, norm_ptr, out_ptr, h, eps, s_gt,
     T: tl.constexpr, H: tl.constexpr, V: tl.constexpr, TQ: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +90,7 @@ def _finish(
 
 
 @triton.jit
-def raw(
+def _raw(
     rows_ptr, held_ptr, at, n, s_rt, s_ht,
     T: tl.constexpr, W: tl.constexpr, FOLD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -109,8 +109,8 @@ def raw(
 
 
 @triton.jit
-def put(held_ptr, at, x, s_ht, T: tl.constexpr, W: tl.constexpr, FOLD: tl.constexpr):
-    """What `raw` found, to where the next round looks for it."""
+def _put(held_ptr, at, x, s_ht, T: tl.constexpr, W: tl.constexpr, FOLD: tl.constexpr):
+    """What `_raw` found, to where the next round looks for it."""
     i = tl.arange(0, x.shape[0])[:, None]
     tl.store(held_ptr + i * s_ht + at, x, mask=i < (W - 1 if FOLD else W - 1 + T))
 
@@ -125,13 +125,13 @@ def hold(
     """Window and slots of one head, for the next round."""
     at_q = (h * K + tl.arange(0, K))[None, :]
     at_v = (2 * H * K + h * V + tl.arange(0, V))[None, :]
-    q = raw(rows_ptr, held_ptr, at_q, n, s_rt, s_ht, T, W, FOLD, HELD)
-    k = raw(rows_ptr, held_ptr, H * K + at_q, n, s_rt, s_ht, T, W, FOLD, HELD)
-    v = raw(rows_ptr, held_ptr, at_v, n, s_rt, s_ht, T, W, FOLD, HELD)
+    q = _raw(rows_ptr, held_ptr, at_q, n, s_rt, s_ht, T, W, FOLD, HELD)
+    k = _raw(rows_ptr, held_ptr, H * K + at_q, n, s_rt, s_ht, T, W, FOLD, HELD)
+    v = _raw(rows_ptr, held_ptr, at_v, n, s_rt, s_ht, T, W, FOLD, HELD)
     tl.debug_barrier()
-    put(held_ptr, at_q, q, s_ht, T, W, FOLD)
-    put(held_ptr, H * K + at_q, k, s_ht, T, W, FOLD)
-    put(held_ptr, at_v, v, s_ht, T, W, FOLD)
+    _put(held_ptr, at_q, q, s_ht, T, W, FOLD)
+    _put(held_ptr, H * K + at_q, k, s_ht, T, W, FOLD)
+    _put(held_ptr, at_v, v, s_ht, T, W, FOLD)
     if not FOLD:
         j = tl.arange(0, TQ)
         a = tl.load(decay_ptr + j[:, None] * s_dt + at_q, mask=j[:, None] < T)
@@ -182,7 +182,7 @@ def round_kernel(
             T, V, K, V, FOLD,
         )  # fmt: skip
         tl.debug_barrier()
-        _finish(o_ptr, gate_ptr + b * s_gb, norm_ptr, out_ptr + b * T * H * V, h, eps, s_gt, T, H,
+        finish(o_ptr, gate_ptr + b * s_gb, norm_ptr, out_ptr + b * T * H * V, h, eps, s_gt, T, H,
                 V, TQ)  # fmt: skip
         hold(
             rows_ptr + b * s_rb, decay_ptr + b * s_db, beta_ptr + b * s_bb, held_ptr + b * s_hb,
