@@ -354,7 +354,7 @@ def test_table_shows_every_setting_and_the_peer(measured, capsys):
         "transformers generate",
         "accepted length",
         "kda_step torch",
-        "warning: 3 prompts",
+        "warning: few prompts (3)",
     ):
         assert text in shown
 
