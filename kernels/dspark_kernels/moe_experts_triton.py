@@ -260,18 +260,18 @@ def down_one(
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     row = tl.minimum(o, L - 1).to(tl.int64)
     cols = tl.arange(0, BK)
-    acc = tl.zeros([BO, BK], tl.float32)
+    acc = tl.zeros([BO, BK // 8], tl.float32)
     if S > 0:
         a = w_shared + row * S
         first = tl.load(a[:, None] + cols[None, :], mask=(cols < S)[None, :], other=0.0)
         wait(EARLY)
         x = tl.load(tail + cols, mask=cols < S, other=0.0)
-        acc += first.to(tl.float32) * x.to(tl.float32)[None, :]
+        acc += rows_tile.fold(first.to(tl.float32) * x.to(tl.float32)[None, :], BO, BK)
         for k in tl.static_range(BK, S, BK):
             inside = k + cols < S
             x = tl.load(tail + k + cols, mask=inside, other=0.0)
             tile = tl.load(a[:, None] + (k + cols)[None, :], mask=inside[None, :], other=0.0)
-            acc += tile.to(tl.float32) * x.to(tl.float32)[None, :]
+            acc += rows_tile.fold(tile.to(tl.float32) * x.to(tl.float32)[None, :], BO, BK)
     else:
         wait(EARLY)
     for j in tl.static_range(K):
@@ -279,7 +279,8 @@ def down_one(
         w = tl.load(weights + j)
         for k in tl.static_range(0, INNER, BK):
             x = w * tl.load(h + j * INNER + k + cols).to(tl.float32)
-            acc += tl.load(a[:, None] + (k + cols)[None, :]).to(tl.float32) * x[None, :]
+            tile = tl.load(a[:, None] + (k + cols)[None, :])
+            acc += rows_tile.fold(tile.to(tl.float32) * x[None, :], BO, BK)
     total = tl.sum(acc, 1)
     if ADD:
         total += tl.load(residual + o, mask=o < L, other=0.0).to(tl.float32)

@@ -35,11 +35,17 @@ def _tile(a, at, I: tl.constexpr, EVEN: tl.constexpr):  # noqa: E741
 def _row(x, norm, at, like: tl.constexpr, I: tl.constexpr, NORM: tl.constexpr):  # noqa: E741
     """x times the norm's weight, rounded like ``like``, and x squared; float32."""
     row = tl.load(x + at, mask=at < I, other=0.0).to(tl.float32)
-    square = row * row
+    square = tl.sum(tl.reshape(row * row, [row.shape[0] // 8, 8]), 1)
     if NORM:
         scale = tl.load(norm + at, mask=at < I, other=0.0).to(tl.float32)
         row = (row * scale).to(like).to(tl.float32)
     return row, square
+
+
+@triton.jit
+def fold(product, BO: tl.constexpr, BK: tl.constexpr):
+    """[BO, BK] -> [BO, BK / 8]: the sums of what one load of 16 bytes brought, in registers."""
+    return tl.sum(tl.reshape(product, [BO, BK // 8, 8]), 2)
 
 
 @triton.jit
@@ -51,29 +57,34 @@ def gemv(
 ):  # fmt: skip
     """One row. x, norm: pointers; a, b: pointers [BO] to weight rows. Sums [BO], [BO], scalar.
 
-    Inputs start .. start + SPAN; EVEN: all of them are inside I. The first tile is on its way
-    before x need be there.
+    Inputs start .. start + SPAN; EVEN: all of them are inside I. EARLY: the first tile is on its
+    way before x need be there.
     """
-    at = start + tl.arange(0, BK)
-    tile_a = _tile(a, at, I, EVEN)
-    tile_b = tile_a
-    if DUAL:
-        tile_b = _tile(b, at, I, EVEN)
-    wait(EARLY)
-    like = tile_a.dtype
-    row, square = _row(x, norm, at, like, I, NORM)
-    acc_a = tile_a.to(tl.float32) * row[None, :]
-    acc_b = tile_b.to(tl.float32) * row[None, :]
-    for k in tl.range(BK, SPAN, BK, num_stages=STAGES):
+    acc_a = tl.zeros([BO, BK // 8], tl.float32)
+    acc_b = tl.zeros([BO, BK // 8], tl.float32)
+    square = tl.zeros([BK // 8], tl.float32)
+    like: tl.constexpr = a.dtype.element_ty
+    if EARLY:
+        at = start + tl.arange(0, BK)
+        tile_a = _tile(a, at, I, EVEN)
+        if DUAL:
+            tile_b = _tile(b, at, I, EVEN)
+        wait(EARLY)
+        row, square = _row(x, norm, at, like, I, NORM)
+        acc_a = fold(tile_a.to(tl.float32) * row[None, :], BO, BK)
+        if DUAL:
+            acc_b = fold(tile_b.to(tl.float32) * row[None, :], BO, BK)
+    FIRST: tl.constexpr = BK if EARLY else 0
+    for k in tl.range(FIRST, SPAN, BK, num_stages=STAGES):
         at = start + k + tl.arange(0, BK)
         tile_a = _tile(a, at, I, EVEN)
         if DUAL:
             tile_b = _tile(b, at, I, EVEN)
         row, more = _row(x, norm, at, like, I, NORM)
         square += more
-        acc_a += tile_a.to(tl.float32) * row[None, :]
+        acc_a += fold(tile_a.to(tl.float32) * row[None, :], BO, BK)
         if DUAL:
-            acc_b += tile_b.to(tl.float32) * row[None, :]
+            acc_b += fold(tile_b.to(tl.float32) * row[None, :], BO, BK)
     return tl.sum(acc_a, 1), tl.sum(acc_b, 1), tl.sum(square, 0)
 
 
