@@ -104,9 +104,7 @@ def test_round_counts_give_the_published_definitions() -> None:
 def prescribed(per_token: Callable[[int], float]) -> Callable[..., LossSums]:
     """A loss of `per_token(row length)` for every supervised token, times a weight that is 1."""
 
-    def sums(
-        _target: Any, made: Any, batch: Batch, _settings: TrainSettings, _source: Any = None
-    ) -> LossSums:
+    def sums(_target: Any, made: Any, batch: Batch, _settings: TrainSettings, *_: Any) -> LossSums:
         one = made.norm.weight.mean()
         total = zero_sums(made.config.block_size, torch.device("cpu"))
         ce, weight = torch.zeros_like(total.ce), torch.zeros_like(total.weight)

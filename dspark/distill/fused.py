@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dspark.distill.fused_head import head_terms
+from dspark.distill.fused_head import Imitated, head_terms
 from dspark.distill.terms import TERMS, Grid, Objective, mixture
 
 
@@ -58,7 +58,7 @@ class Slots:
     ids. known: [n] bool, or None: all are. grid: where they sit. counts: slots of each block, in
     order. vocabulary: None: the target's own. to_logits: frozen LM head of the drafter, [c, D] ->
     [c, V'], and to_target_logits the target's, -> [c, V]; both give tensors of their own, which are
-    overwritten here. head: [V, D], see `fused_head.py`; None: the path of this file.
+    overwritten here. head: [V, D], imitated: see `fused_head.py`; None: the path of this file.
     """
 
     target_states: Tensor
@@ -72,6 +72,7 @@ class Slots:
     to_target_logits: Callable[[Tensor], Tensor]
     objective: Objective
     head: Tensor | None = None
+    imitated: Imitated | None = None
 
     def chunks(self, size: int) -> list[Chunk]:
         """Runs of whole blocks with at most `size` slots, or one block."""

@@ -8,7 +8,8 @@ elementwise passes; the second leaves the gradient where z was. What is left is 
     d states = dz W                 d codes = dz W2              d W2 = dz^T codes
 
 Blocks overlap: slots of several blocks imitate the same position of the target, whose logits are
-formed once (2,400 rows instead of 3,584 at 512 anchors of 7 slots in 4,096 positions). A chunk
+formed once (2,400 rows instead of 3,584 at 512 anchors of 7 slots in 4,096 positions), for the
+whole batch where they fit into one chunk: `imitate` can do that before the drafter has run. A chunk
 holds two buffers in W's dtype, [c, V] and [m, V]; bfloat16 products accumulate in float32.
 
 Letters: c slots of a chunk, m positions of the target among them, D hidden, R rank, V vocabulary.
@@ -16,6 +17,7 @@ Letters: c slots of a chunk, m positions of the target among them, D hidden, R r
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,6 +44,24 @@ def takes(head: Tensor | None, reduced: bool) -> bool:
     return head is not None and head.dtype == torch.bfloat16 and not reduced
 
 
+@dataclass(frozen=True, eq=False)
+class Imitated:
+    """logits: [m, V] of the positions that slots imitate. shared: [n], which of them each does."""
+
+    logits: Tensor
+    shared: Tensor
+
+
+@torch.no_grad()
+def imitate(head: Tensor, states: Tensor, rows: Tensor) -> Imitated | None:
+    """The target's logits at `rows` [n] of its states [*, D]; None where they exceed a chunk."""
+    which, shared = torch.unique(rows, return_inverse=True)
+    if 2 * len(which) * len(head) > CHUNK_BYTES:
+        return None
+    picked = states[send(which, head.device)].to(head.dtype)
+    return Imitated(torch.mm(picked, head.T), send(shared, head.device))
+
+
 def even_chunk(count: int, vocabulary: int, slots: int) -> int:
     """Slots of a chunk: as few chunks as `CHUNK_BYTES` allows, of about the same size.
 
@@ -64,16 +84,19 @@ def head_terms(
     total = terms.new_zeros(())
     gradients = []
     if trained:
-        gradients = [torch.zeros_like(states), torch.zeros_like(codes)]
-        gradients.append(torch.zeros_like(weight, dtype=torch.float32))
+        gradients = [torch.empty_like(states), torch.empty_like(codes)]
+    of_weight = None
     for part in slots.chunks(chunk):
         z, mixed = _pulled(part, (states, codes, weight), slots, terms, trained)
         total += mixed
         if trained:
             torch.mm(z, slots.head, out=gradients[0][part.rows])
             torch.mm(z, weight, out=gradients[1][part.rows])
-            gradients[2] += _wide_product(z.T, codes[part.rows])
+            more = _wide_product(z.T, codes[part.rows])
+            of_weight = more if of_weight is None else of_weight.add_(more)
         del z
+    if trained:
+        gradients.append(torch.zeros_like(weight) if of_weight is None else of_weight)
     return total, gradients
 
 
@@ -85,9 +108,12 @@ def _pulled(
     states, codes, weight = inputs
     rows, wanted = part.rows, slots.objective.divergences
     z = torch.mm(codes[rows], weight.T).addmm_(states[rows], slots.head.T)
-    which, shared = torch.unique(slots.target_rows[rows], return_inverse=True)
-    which, shared = send(which, z.device), send(shared, z.device)
-    target = torch.mm(slots.target_states[which].to(slots.head.dtype), slots.head.T)
+    if slots.imitated is not None:
+        target, shared = slots.imitated.logits, slots.imitated.shared[rows]
+    else:
+        which, shared = torch.unique(slots.target_rows[rows], return_inverse=True)
+        which, shared = send(which, z.device), send(shared, z.device)
+        target = torch.mm(slots.target_states[which].to(slots.head.dtype), slots.head.T)
     found = ops.distill_terms(z, target, shared, slots.labels[rows], wanted)
     if not slots.objective.nla:
         found[0][TERMS.index("nla")] = 0

@@ -109,6 +109,7 @@ def distill_loss(
     to_draft_logits: Callable[[Tensor], Tensor] | None = None,
     target_rows: Tensor | None = None,
     head: Tensor | None = None,
+    imitated: fused_head.Imitated | None = None,
 ) -> LossSums:
     """Sums of the loss terms over all supervised slots of a batch of blocks.
 
@@ -137,6 +138,7 @@ def distill_loss(
             slots of several blocks may share one. On the host or the device.
         head: [V, D], the LM head if `to_logits` is the product with it and nothing else, to take
             all products in its dtype (`fused_head.takes` it).
+        imitated: The target's logits at the supervised slots, in order, if they are known already.
     """
     slots, device = supervised.shape[-1], hidden.device
     found = Places.of(supervised)
@@ -171,6 +173,7 @@ def distill_loss(
         to_target_logits=torch.no_grad()(to_logits),
         objective=objective,
         head=head,
+        imitated=imitated,
     )
     weight = _named_rows(markov_head.markov_w2.weight, work.to_logits(states[:0].detach()))
     if chunk is None and head is not None:

@@ -9,7 +9,7 @@ Letters: B batch, S sequence, A anchors, G block slots, D hidden.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ from dspark.devices import send
 from dspark.distill import fused_head
 from dspark.distill.batches import Batch
 from dspark.distill.fused import DraftVocabulary
+from dspark.distill.fused_head import Imitated, imitate
 from dspark.distill.hardness import hard_anchors
 from dspark.distill.loss import LossSums, chunk_slots, distill_loss
-from dspark.distill.taps import FeatureSource, target_features
+from dspark.distill.taps import Features, FeatureSource, target_features
 from dspark.distill.terms import Objective
 from dspark.distill.train_settings import TrainSettings
-from dspark.draft.anchors import block_inputs, blocks
+from dspark.draft.anchors import Blocks, block_inputs, blocks
 from dspark.draft.model import DSparkDrafter
 from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.target import Target
@@ -49,18 +50,51 @@ def objective(settings: TrainSettings) -> Objective:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """A batch on its device, with what no weight that trains has a part in.
+
+    batch: with the anchors that are used. features: the target's states. block: its blocks, where
+    the batch was given: on the host, nothing has to wait for the device. prev, labels: those of the
+    blocks, on the device. head, imitated: see `fused_head.py`; None for the path of `fused.py`.
+    """
+
+    batch: Batch
+    features: Features
+    block: Blocks
+    prev: Tensor
+    labels: Tensor
+    head: Tensor | None
+    imitated: Imitated | None
+
+
 def batch_sums(
     target: Target,
     drafter: DSparkDrafter,
     batch: Batch,
     settings: TrainSettings,
     source: FeatureSource | None = None,
+    ready: Ready | None = None,
 ) -> LossSums:
     """Loss sums on the target's device of a batch from anywhere; differentiable in the weights.
 
-    `source` gives the target's states; without one the target runs over the padded batch. Raises
-    BadFeatures when the states are not finite.
+    `source` gives the target's states; without one the target runs over the padded batch. `ready`
+    is what `prepare` gave for this batch, if it was made ready before. Raises BadFeatures when the
+    states are not finite.
     """
+    if ready is None:
+        ready = prepare(target, drafter, batch, settings, source)
+    return _ready_sums(target, drafter, ready, settings)
+
+
+def prepare(
+    target: Target,
+    drafter: DSparkDrafter,
+    batch: Batch,
+    settings: TrainSettings,
+    source: FeatureSource | None = None,
+) -> Ready:
+    """Everything of `batch_sums` that comes before the drafter."""
     config, device = drafter.config, target.device
     given, batch = batch, batch.to(device)
     features = source(batch) if source else target_features(target, batch, drafter.taps)
@@ -68,14 +102,27 @@ def batch_sums(
         chunk = settings.chunk or chunk_slots(target.vocab_size, device)
         hard = hard_anchors(batch, features.hidden, target.logits, settings.anchor_choice, chunk)
         given = batch = replace(batch, anchors=hard)
-    # Where the batch was given: on the host, nothing below has to wait for the device.
     block = blocks(given.ids, given.loss_mask, given.anchors, config.block_size)
+    rows = _flat_rows(block.rows, given.ids.shape[1])
+    head, imitated = through_head(target, drafter, settings), None
+    if head is not None and settings.chunk is None:
+        imitated = imitate(head, features.hidden.flatten(0, 1), rows[block.supervised])
     prev, labels = send(block.prev, device), send(block.labels, device)
-    inputs = block_inputs(prev[..., 0], config.block_size, config.mask_token_id)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bf16")
+    return Ready(batch, features, replace(block, rows=rows), prev, labels, head, imitated)
+
+
+def _ready_sums(
+    target: Target, drafter: DSparkDrafter, ready: Ready, settings: TrainSettings
+) -> LossSums:
+    """`batch_sums` of a batch that `prepare` has made ready."""
+    config, block, batch = drafter.config, ready.block, ready.batch
+    inputs = block_inputs(ready.prev[..., 0], config.block_size, config.mask_token_id)
+    autocast = torch.autocast(
+        target.device.type, torch.bfloat16, enabled=settings.precision == "bf16"
+    )
     with autocast:
         hidden = drafter.train_hidden(
-            features.taps,
+            ready.features.taps,
             batch.valid,
             target.embed(inputs),
             batch.anchors.positions,
@@ -86,9 +133,9 @@ def batch_sums(
     # float32.
     return distill_loss(
         hidden.float(),
-        features.hidden.flatten(0, 1),
-        prev,
-        labels,
+        ready.features.hidden.flatten(0, 1),
+        ready.prev,
+        ready.labels,
         block.supervised,
         to_logits=lambda states: target.logits(states.to(target.dtype)),
         markov_head=drafter.markov_head,
@@ -98,8 +145,9 @@ def batch_sums(
         confidence_detach=settings.confidence_detach,
         vocabulary=None if ids is None else DraftVocabulary(ids),
         to_draft_logits=DraftHead(target, ids).logits,
-        target_rows=_flat_rows(block.rows, given.ids.shape[1]),
-        head=through_head(target, drafter, settings),
+        target_rows=block.rows,
+        head=ready.head,
+        imitated=ready.imitated,
     )
 
 

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dspark.devices import send
+from dspark.distill.ahead import Ahead
 from dspark.distill.apart import ApartGradients
 from dspark.distill.batches import Batch, Schedule, deal, make_batch
 from dspark.distill.chat import TrainingRow
@@ -28,6 +30,7 @@ from dspark.distill.objective import (
     batch_sums,
     from_vector,
     objective,
+    prepare,
     report,
     through_head,
     to_vector,
@@ -101,6 +104,7 @@ class Trainer:
         )
         self.source = source or _feature_source(target, drafter, settings)
         self.stop_requested = False
+        self._ahead = Ahead(processes.device)
 
     def run_step(self, step: int) -> StepResult:
         """Do optimiser step `step` (from 0). Raises NonFinite, with the weights unchanged."""
@@ -112,15 +116,16 @@ class Trainer:
         sums = zero_sums(self.drafter.config.block_size, self.processes.device)
         tokens, fault = 0, None
         parts: list[tuple[Batch, LossSums]] = []
-        for batch in batches:
+        for at, batch in enumerate(batches):
             tokens += batch.tokens
             if fault is None:
-                part, fault = self._accumulate(batch)
+                part, fault = self._accumulate(batch, step if at == 0 else None)
                 parts.append((batch, part))
                 sums = sums + part
             gradients.collect()  # after a fault too: the others may wait for this process in it
         gradients.reduce(self.processes)
         gradients.measure()
+        self._begin(step + 1)
         sums, finite, (tokens, faults, stops) = self._reduce(sums, tokens, fault is not None)
         if faults or not finite:
             self._stop(step, self.processes.texts(fault or self._fault(parts)))
@@ -159,15 +164,25 @@ class Trainer:
         )
         return list(batches)
 
-    def _accumulate(self, batch: Batch) -> tuple[LossSums, str | None]:
+    def _begin(self, step: int) -> None:
+        """Have the first micro-batch of a later step made ready meanwhile."""
+        if self.processes.device.type == "cuda" and step < self.schedule.total_steps:
+            epoch, row_ids = self.schedule.step_rows(step)
+            batch = self._batches(self.rows, row_ids, epoch)[0]
+            setup = self.target, self.drafter, batch, self.settings, self.source
+            self._ahead.begin(step, partial(prepare, *setup))
+
+    def _accumulate(self, batch: Batch, first_of: int | None) -> tuple[LossSums, str | None]:
         """Add the gradient of a micro-batch's summed loss; returns its sums, or a fault.
 
         A loss that is not finite is found when the sums of the step are read: asking here would
         have the device wait for the host before every backward pass.
         """
         with self.optimiser.computing():
+            setup = self.target, self.drafter, batch, self.settings, self.source
             try:
-                sums = batch_sums(self.target, self.drafter, batch, self.settings, self.source)
+                ready = None if first_of is None else self._ahead.take(first_of)
+                sums = batch_sums(*setup, ready)
             except BadFeatures as error:
                 return zero_sums(self.drafter.config.block_size, self.processes.device), str(error)
             if sums.objective.requires_grad:
