@@ -53,18 +53,25 @@ class Plan:
     """Rows per sequence above which the merge is a launch of its own before ``values``."""
 
 
-def plan(batch: int, rows: int, slots: int, dtype: torch.dtype, device: torch.device) -> Plan:
+def plan(
+    batch: int,
+    rows: int,
+    slots: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    float8: bool = False,
+) -> Plan:
     """The plan for ``rows`` = T H query rows of each of ``batch`` sequences."""
     if dtype == torch.float32:
-        block_m, block_n, warps, stages, share = 16, 16, 4, 2, 2
-    elif rows <= 16:
-        block_m, block_n, warps, stages, share = 16, 64, 4, 2, 1
+        block_m, block_n, warps, stages = 16, 16, 4, 2
+    elif float8:
+        block_m, block_n, warps, stages = (32, 64, 8, 2) if rows <= 32 else (64, 32, 8, 2)
     elif rows <= 32:
-        block_m, block_n, warps, stages, share = 32, 64, 8, 2, 1
+        block_m, block_n, warps, stages = 16, 64, 4, 2
     else:
-        block_m, block_n, warps, stages, share = 64, 64, 8, 2, 1
+        block_m, block_n, warps, stages = 64, 64, 8, 2
     blocks = batch * -(-rows // block_m)
-    splits = max(1, share * _processors(device) // blocks)
+    splits = max(1, _processors(device) // blocks)  # one wave, one program to a processor
     return Plan(block_m, block_n, min(splits, -(-slots // block_n)), warps, stages)
 
 
@@ -332,6 +339,6 @@ def mla_decode(
 ) -> Tensor:
     """See ``dspark_kernels.mla_decode.mla_decode``."""
     B, T, H, _ = q.shape
-    cut = plan(B, T * H, latents.shape[1], q.dtype, q.device)
+    cut = plan(B, T * H, latents.shape[1], q.dtype, q.device, scales is not None)
     part, lse = attend(q, latents, lengths, rank, upto, scales, counts, cut)
     return merge(part, lse, lengths, counts, q.shape, latents.shape[1], cut)

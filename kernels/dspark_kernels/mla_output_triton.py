@@ -199,7 +199,7 @@ def mla_output(
     """See ``dspark_kernels.mla_decode.mla_output``."""
     B, T, H, _ = q.shape
     slots = latents.shape[1]
-    cut = plan(B, T * H, slots, q.dtype, q.device)
+    cut = plan(B, T * H, slots, q.dtype, q.device, scales is not None)
     part, lse = attend(q, latents, lengths, rank, upto, scales, counts, cut)
     merged = cut.splits == 1 or cut.merge_beyond < T
     if merged:
