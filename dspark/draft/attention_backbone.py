@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dspark.draft.attention import rms_norm
+from dspark import ops
 from dspark.draft.attention_context import AttentionContext
 from dspark.draft.config import DraftConfig
 from dspark.draft.packed import PackedLayer, PackedWeights, Packing, pack
@@ -81,7 +81,8 @@ class AttentionBackbone:
             place = places[kind]
             q, k, v = self._block_heads(hidden, layer, rotation, (batch, slots))
             seen = place.write(keys, k), place.write(values, v)
-            hidden = torch.addmm(hidden, self._attend(q, *seen, place.mask), layer.output)
+            mixed = self._attend(q, *seen, place.mask)
+            hidden = ops.linear_rows(mixed, layer.output, residual=hidden)
             hidden = layer.mlp.add(hidden)
         return hidden.view(batch, slots, width)
 
@@ -99,8 +100,8 @@ class AttentionBackbone:
         """Turned queries [B, G, H, K]; turned keys and values [B, J, G, K]."""
         config = self.config
         heads = config.num_attention_heads
-        normed = rms_norm(hidden, layer.norm, config.rms_norm_eps)
-        qkv = F.linear(normed, layer.qkv).view(*shape, -1, config.head_dim)
+        qkv = ops.linear_rows(hidden, layer.qkv, norm=layer.norm, eps=config.rms_norm_eps)
+        qkv = qkv.view(*shape, -1, config.head_dim)
         turned = heads + config.num_key_value_heads
         qk = rotation.turn(_norm_heads(qkv[:, :, :turned], layer.qk_norm, config.rms_norm_eps))
         return (

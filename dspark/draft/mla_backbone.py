@@ -84,7 +84,8 @@ class MLABackbone:
                 q, latents[:, 0], starts[ring.size], self.shape.kv_lora_rank, layer.value_up, gate,
                 None if causal else self._every_slot(slots, hidden.device),
             )  # fmt: skip
-            hidden = layer.mlp.add(torch.addmm(hidden, mixed.flatten(0, 1), layer.output))
+            hidden = ops.linear_rows(mixed.flatten(0, 1), layer.output, residual=hidden)
+            hidden = layer.mlp.add(hidden)
         return hidden.view(batch, slots, width)
 
     def train(self, hidden: Tensor, features: Tensor, valid: Tensor, anchors: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ class MLABackbone:
         And the gate [B, G, H*v], where there is one.
         """
         eps, sizes, heads = self.config.rms_norm_eps, self.shape, self.config.num_attention_heads
-        low = F.linear(rms_norm(hidden, layer.norm, eps), layer.down)
+        low = ops.linear_rows(hidden, layer.down, norm=layer.norm, eps=eps)
         q, c, k_p, gate = low.tensor_split(
             (
                 sizes.q_lora_rank,
@@ -120,7 +121,8 @@ class MLABackbone:
             ),
             -1,
         )
-        q = F.linear(rms_norm(q, layer.q_norm, eps), layer.q_up).view(*shape, heads, -1)
+        q = ops.linear_rows(q.contiguous(), layer.q_up, norm=layer.q_norm, eps=eps)
+        q = q.view(*shape, heads, -1)
         q_n, q_p = q.split((sizes.qk_nope_head_dim, sizes.qk_rope_head_dim), -1)
         # The shared key part is turned along with the queries', as one head more.
         parts = torch.cat((q_p, k_p.view(*shape, 1, -1)), 2)

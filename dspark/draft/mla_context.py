@@ -26,12 +26,12 @@ from dspark.k3.storage import Storage
 
 @dataclass(frozen=True)
 class PackedMLALayer:
-    """Weights of one layer; those that add to the residual are transposed for `addmm`.
+    """Weights of one layer.
 
     norm [D], of the layer's input; down [Q + R + p (+ H*v), D]: query latent, key-value latent and
     shared key, output gate; q_norm [Q]; q_up [H*(n+p), Q]; kv_norm [R]; key_up [H, n, R] and
     value_up [H, v, R], which take queries into the latent space and sums out of it;
-    output [H*v, D].
+    output [D, H*v].
     """
 
     norm: Tensor
@@ -84,7 +84,7 @@ def _pack_layer(layer: DraftLayer) -> PackedMLALayer:
         kv_norm=attention.kv_a_layernorm.weight.detach(),
         key_up=up[:, : shape.qk_nope_head_dim].contiguous(),
         value_up=up[:, shape.qk_nope_head_dim :].contiguous(),
-        output=attention.o_proj.weight.t().contiguous(),
+        output=attention.o_proj.weight.detach(),
         mlp=PackedMLP.of(layer),
     )
 

@@ -4,11 +4,11 @@ Drafting at batch 1 multiplies eight rows, so time goes into the number of calls
 value of a layer become one matrix, gate and up another, and the keys and values that all layers
 take from a context feature a third.
 
-All of these are copies, as are the transposed `output` and `down` and the stacked per-head norms
-`qk_norm` and `context_norm`. Only the norms of layer inputs alias the live parameters, so a weight
-written in place while a context is in use would reach these and none of the copies. That is why
-nothing is patched: every new context asks for the packed weights, and the whole set is built again
-if any weight was replaced, moved or updated in place since. It is never part of a checkpoint.
+All of these are copies, as are the stacked per-head norms `qk_norm` and `context_norm`. The norms
+of layer inputs, `output` and `down` alias the live parameters, so a weight written in place while a
+context is in use would reach these and none of the copies. That is why nothing is patched: every
+new context asks for the packed weights, and the whole set is built again if any weight was
+replaced, moved or updated in place since. It is never part of a checkpoint.
 
 Letters: L layers, D hidden, H query heads, J key heads, K head dim, F MLP width.
 """
@@ -20,17 +20,22 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dspark.draft.attention import DraftAttention, DraftLayer, gated, rms_norm
+from dspark import ops
+from dspark.draft.attention import (
+    SITU_BETA,
+    SITU_LINEAR_BETA,
+    DraftAttention,
+    DraftLayer,
+)
 
 Weights = TypeVar("Weights")
 
 
 @dataclass(frozen=True)
 class PackedMLP:
-    """Norm, MLP and residual of a layer: norm [D], gate_up [2F, D], down [F, D]."""
+    """Norm, MLP and residual of a layer: norm [D], gate_up [2F, D], down [D, F]."""
 
     norm: Tensor
     gate_up: Tensor
@@ -45,23 +50,24 @@ class PackedMLP:
         return cls(
             norm.weight.detach(),
             torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)),
-            mlp.down_proj.weight.t().contiguous(),
+            mlp.down_proj.weight.detach(),
             mlp.act,
             norm.eps,
         )
 
     def add(self, hidden: Tensor) -> Tensor:
         """hidden [rows, D] -> hidden + mlp(norm(hidden))."""
-        gate, up = F.linear(rms_norm(hidden, self.norm, self.eps), self.gate_up).chunk(2, -1)
-        return torch.addmm(hidden, gated(self.act, gate, up), self.down)
+        betas = None if self.act == "silu" else (SITU_BETA, SITU_LINEAR_BETA)
+        inner = ops.gated_rows(hidden, self.gate_up, norm=self.norm, eps=self.eps, situ=betas)
+        return ops.linear_rows(inner, self.down, residual=hidden)
 
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """Weights of one layer; those that add to the residual are transposed for `addmm`.
+    """Weights of one layer.
 
     norm [D], of the layer's input; qkv [(H+2J)*K, D]; qk_norm [H+J, K], the per-head norm weights
-    of queries then keys; output [H*K, D].
+    of queries then keys; output [D, H*K].
     """
 
     norm: Tensor
@@ -109,7 +115,7 @@ def _pack_layer(layer: DraftLayer) -> PackedLayer:
                 attention.k_norm.weight.expand(attention.key_heads, -1),
             )
         ),
-        output=attention.o_proj.weight.t().contiguous(),
+        output=attention.o_proj.weight.detach(),
         mlp=PackedMLP.of(layer),
     )
 
