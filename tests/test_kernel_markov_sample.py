@@ -144,6 +144,14 @@ def test_kernel_draws(batch: int, poison: None) -> None:
     agree(kernel(**given), markov_sample(**given), given["temperature"])
 
 
+def test_coins_may_be_the_first_of_more(poison: None) -> None:
+    given = block(3, 3, 300, 20)
+    given.update(controls(3, SETTINGS[0]))
+    wanted = markov_sample(**given)
+    given["coins"] = torch.cat((given["coins"], torch.zeros(3, 2).double()), 1)[:, :3]
+    agree(kernel(**given), wanted, given["temperature"])
+
+
 def test_kernel_cuts(wide_steps: None, poison: None) -> None:
     given = block(4, 1, 200, 20)
     given.update(controls(4, *SETTINGS[2:5], SETTINGS[0]))

@@ -160,6 +160,22 @@ def test_kernel_greedy(poison: None) -> None:
 
 
 @pytest.mark.parametrize("greedy", [False, True])
+def test_columns_of_wider_tensors(greedy: bool, poison: None) -> None:
+    """Tokens behind their anchors, lengths and coins as columns: any strides."""
+    given = case(4, 3, 200, [SETTINGS[0]], point=greedy)
+    if greedy:
+        given.update(temperature=None, coins=None)
+    wanted = verify_sample(**given)
+    for name in ("tokens", "coins"):
+        if given[name] is not None:
+            wide = given[name].new_zeros(4, given[name].shape[1] + 2)
+            wide[:, 1:-1] = given[name]
+            given[name] = wide[:, 1:-1]
+    given["lengths"] = torch.stack((torch.zeros(4).long(), given["lengths"]), 1)[:, 1]
+    same(kernel(**given, block=128), wanted)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
 def test_no_draft_is_plain_sampling(greedy: bool, poison: None) -> None:
     given = case(4, 0, 200, [SETTINGS[0]], point=True)
     if greedy:

@@ -113,9 +113,10 @@ class GraphFrame:
             tokens = torch.cat((tokens, draft.tokens), dim=1)
         taps = None if self.drafting is None else self.drafting.drafter.taps
         out = self.decoder.step(tokens, cache, taps=taps)
-        judged = self._judge(out, tokens[:, 1:], draft)
+        primaries = tokens[:, 1:] if draft is None else draft.tokens
+        judged = self._judge(out, primaries, draft)
         count, letter = ops.settle(
-            tokens[:, 1:],
+            primaries,
             judged.accepted,
             judged.next_token,
             judged.level,

@@ -209,6 +209,7 @@ def markov_sample(
 ) -> Drafted:
     """See `markov_sample.markov_sample`. Keywords: what a sweep varies."""
     batch, slots, width = base.shape
+    coins = None if coins is None else coins.contiguous()  # often the first columns of a block's
     tiles, device = triton.cdiv(width, block), base.device
     out = _outputs(batch, slots, width, device)
     rows = rows or (1 if batch == 1 else ROWS_AT_ONCE)

@@ -227,6 +227,8 @@ def verify_sample(
 ) -> Judged:
     """See `verify_sample.verify_sample`. Keywords: what a sweep varies."""
     batch, count = tokens.shape
+    tokens, lengths = tokens.contiguous(), lengths.contiguous()  # often columns of a wider tensor
+    coins = None if coins is None else coins.contiguous()
     width, device = logits.shape[-1], logits.device
     rows, tiles = batch * (count + 1), triton.cdiv(width, block)
     floats, doubles = (
