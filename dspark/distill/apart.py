@@ -106,10 +106,18 @@ class ApartGradients:
     @torch.no_grad()
     def measure(self) -> None:
         """Queue the norms, one a parameter; `finish` reads them."""
+        zero = self.scale.new_zeros(())
+        norms = [zero] * len(self.named)
         found = [self.of(name, p) for name, p in self.named]
-        norms = torch._foreach_norm([g for g in found if g is not None], 2, dtype=torch.float32)
-        at, zero = iter(norms), self.scale.new_zeros(())
-        self._norms = torch.stack([zero if g is None else next(at) for g in found])
+        for dtype in (torch.float32, torch.bfloat16):  # one launch for many, if of one dtype
+            places = [at for at, g in enumerate(found) if g is not None and g.dtype == dtype]
+            if places:
+                kept = [g for g in found if g is not None and g.dtype == dtype]
+                for at, norm in zip(
+                    places, torch._foreach_norm(kept, 2, dtype=torch.float32), strict=True
+                ):
+                    norms[at] = norm
+        self._norms = torch.stack(norms)
 
     def finish(self, weight: float, limit: float) -> tuple[float, str | None]:
         """As `FlatGradients.finish`; the gradients themselves stay as they are."""
