@@ -20,7 +20,7 @@ PROGRAMS = 264
 COLUMNS = 16
 """Columns of the state that a warp holds."""
 REGISTERS: int | None = 128
-"""Of a thread, so that two programs fit on a processor."""
+"""Of a thread of a head 128 wide, so that two programs fit on a processor."""
 
 
 def kda_decode(
@@ -66,7 +66,7 @@ def kda_decode(
         round_kernel[(programs,)](
             *tensors, out, _scratch(programs * ready, state), B * H, K**-0.5, eps, bound, *strides,
             NR=triton.next_power_of_2(R + T), VV=COLUMNS, FOLD=fold, num_warps=V // COLUMNS,
-            num_stages=1, **_limited(), **sizes,
+            num_stages=1, **_limited(V), **sizes,
         )  # fmt: skip
         return out
     apart = [x.stride(0) if len(x) > 1 else 0 for x in (upto, taps)]
@@ -78,8 +78,8 @@ def kda_decode(
     return out
 
 
-def _limited() -> dict[str, int]:
-    if REGISTERS is None or torch.version.hip is not None:
+def _limited(width: int) -> dict[str, int]:
+    if REGISTERS is None or width < 128 or torch.version.hip is not None:
         return {}
     return {"maxnreg": REGISTERS}
 

@@ -18,6 +18,7 @@ WIDTHS = (64, 128, 256)
 SHAPES = {"row": (16, 2), "rows": (128, 16)}
 """Columns of a program, and its warps or the columns of each."""
 REGISTERS: int | None = 128
+"""Of a thread where a program has 128 columns, so that two programs fit on a processor."""
 
 
 def step(
@@ -100,7 +101,7 @@ def _chain(
     BV, VV = SHAPES["rows"]
     BV = min(V, BV)
     programs = V // BV * B * H
-    if REGISTERS is not None and K <= 128 and torch.version.hip is None:
+    if REGISTERS is not None and K <= 128 <= BV and torch.version.hip is None:
         sizes["maxnreg"] = REGISTERS
     ready = torch.empty(programs * (T + 1) * (3 * K + BV + 16), dtype=read.dtype, device=q.device)
     chain_kernel[(programs,)](
