@@ -51,7 +51,8 @@ def _kernel(back: bool) -> Thunk:
     anchors, lengths = _anchors(), torch.tensor([LENGTH], device="cuda")
 
     def attend() -> Any:
-        out = kernel.block_attention(*inputs, anchors, lengths, SLOTS, WIDTH**-0.5)
+        q, k, v = inputs
+        out = kernel.block_attention(q, k, v, anchors, lengths, SLOTS, WIDTH**-0.5)
         return torch.autograd.grad(out, inputs, gradient) if back else out
 
     return attend
@@ -68,11 +69,11 @@ def _flex(back: bool) -> Thunk:
         return torch.where(k < LENGTH, k < anchors[b, q // SLOTS], own)
 
     mask = create_block_mask(sees, 1, None, count, LENGTH + count, device="cuda")
-    call = torch.compile(flex_attention)
+    call: Any = torch.compile(flex_attention)
 
     def attend() -> Any:
-        turned = (each.transpose(1, 2) for each in inputs)
-        out = call(*turned, block_mask=mask, scale=WIDTH**-0.5, enable_gqa=True).transpose(1, 2)
+        q, k, v = (each.transpose(1, 2) for each in inputs)
+        out = call(q, k, v, block_mask=mask, scale=WIDTH**-0.5, enable_gqa=True).transpose(1, 2)
         return torch.autograd.grad(out, inputs, gradient) if back else out
 
     return attend
