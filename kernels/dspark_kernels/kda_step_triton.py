@@ -15,8 +15,12 @@ from dspark_kernels.overlap import early
 
 MAX_ROWS = 16
 WIDTHS = (64, 128, 256)
-SHAPES = {"row": (16, 2), "rows": (128, 16)}
-"""Columns of a program, and its warps or the columns of each."""
+FEW = 512
+"""Heads of a batch up to which a launch is a matter of latency; beyond, of throughput."""
+ROW_SHAPES = ((16, 2), (64, 4))
+"""Columns and warps of a program on one row: for few heads, for many."""
+CHAIN_SHAPES = ((128, 16), (128, 16))
+"""Columns of a program on several rows, and of each of its warps: for few heads, for many."""
 REGISTERS: int | None = 128
 """Of a thread where a program has 128 columns, so that two programs fit on a processor."""
 
@@ -92,13 +96,13 @@ def _chain(
         "WRITE": keep > 0, **early(),
     }  # fmt: skip
     if T == 1:
-        BV, warps = SHAPES["row"]
+        BV, warps = ROW_SHAPES[B * H > FEW]
         row_kernel[(V // BV * B * H,)](
             *tensors, *numbers, *(x.stride(0) for x in (q, k, v, g, beta)),
             BV=BV, num_warps=warps, **sizes,
         )  # fmt: skip
         return read, new
-    BV, VV = SHAPES["rows"]
+    BV, VV = CHAIN_SHAPES[B * H > FEW]
     BV = min(V, BV)
     programs = V // BV * B * H
     if REGISTERS is not None and K <= 128 <= BV and torch.version.hip is None:
