@@ -216,7 +216,9 @@ def plan(n: int, inputs: int, outputs: int) -> Plan | None:
         if step == 1024 and outputs <= 4096:
             return Plan(4, step, 4, 1)
         return Plan(16 if step <= 256 and outputs > 8192 else 8, step, 4, 3)
-    return Plan(64, _step(inputs, 256), 4, 5, dot=True)
+    step = _step(inputs, 256)
+    split = 2 if outputs <= 4096 and inputs % (2 * step) == 0 else 1
+    return Plan(64, step, 4, 5, split=split, dot=True)
 
 
 def gated_plan(n: int, inputs: int, width: int) -> Plan:
