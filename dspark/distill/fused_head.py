@@ -9,8 +9,8 @@ elementwise passes; the second leaves the gradient where z was. What is left is 
 
 Blocks overlap: slots of several blocks imitate the same position of the target, whose logits are
 formed once (2,400 rows instead of 3,584 at 512 anchors of 7 slots in 4,096 positions), for the
-whole batch where they fit into one chunk: `imitate` can do that before the drafter has run. A chunk
-holds two buffers in W's dtype, [c, V] and [m, V]; bfloat16 products accumulate in float32.
+whole batch where they fit into `IMITATED_BYTES`: `imitate` can do that before the drafter has run.
+A chunk holds two buffers in W's dtype, [c, V] and [m, V]; bfloat16 products accumulate in float32.
 
 Letters: c slots of a chunk, m positions of the target among them, D hidden, R rank, V vocabulary.
 """
@@ -30,8 +30,8 @@ from dspark.distill.terms import TERMS, mixture
 if TYPE_CHECKING:
     from dspark.distill.fused import Chunk, Slots
 
-CHUNK_BYTES = 2**30
-"""Size of a buffer of logits when no chunk is asked for."""
+CHUNK_BYTES, IMITATED_BYTES = 2**29, 2**30
+"""Drafter's logits of a chunk when none is asked for; target's logits of a whole batch."""
 
 
 def takes(head: Tensor | None, reduced: bool) -> bool:
@@ -54,9 +54,9 @@ class Imitated:
 
 @torch.no_grad()
 def imitate(head: Tensor, states: Tensor, rows: Tensor) -> Imitated | None:
-    """The target's logits at `rows` [n] of its states [*, D]; None where they exceed a chunk."""
+    """The target's logits at `rows` [n] of its states [*, D]; None where they are too many."""
     which, shared = torch.unique(rows, return_inverse=True)
-    if 2 * len(which) * len(head) > CHUNK_BYTES:
+    if 2 * len(which) * len(head) > IMITATED_BYTES:
         return None
     picked = states[send(which, head.device)].to(head.dtype)
     return Imitated(torch.mm(picked, head.T), send(shared, head.device))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dspark import ops
 from dspark.draft import flex
@@ -152,6 +153,12 @@ def _regions(eps: float, head_dim: int, act: str) -> tuple[Region, Region]:
     ) -> Tensor:  # fmt: skip
         hidden = hidden + F.linear(mixed.flatten(2), output)
         block = rms_norm(hidden, norm, eps)
-        return hidden + F.linear(gated(act, F.linear(block, gate), F.linear(block, up)), down)
+        inner = F.linear(block, gate), F.linear(block, up)
+        # Their product is made again in the backward pass: it is the widest thing to keep.
+        mixed = checkpoint(narrow, *inner, down, use_reentrant=False, preserve_rng_state=False)
+        return hidden + mixed
+
+    def narrow(gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(gated(act, gate, up), down)
 
     return project, finish
