@@ -83,7 +83,7 @@ def by_plan(
     _combine(partial, weights, None, None, tail, moe)
     assert moe.outputs is not None
     n, width = tail.shape
-    last = plan(n, width, moe.outputs.shape[0]) or Plan(16, 64, 4, 3, dot=n > 1)
+    last = plan(n, width, moe.outputs.shape[0])
     return project(tail, moe.outputs, None, 0.0, residual, x.dtype, last), ids
 
 
@@ -221,7 +221,7 @@ def _combine(
 def moe_plan(n: int, moe: MoE) -> MoEPlan:
     """The measured best cuts."""
     inner, L = moe.experts.inner, moe.experts.width
-    inputs = plan(n, moe.inputs.shape[1], moe.inputs.shape[0]) or Plan(64, 64, 4, 3, dot=n > 1)
+    inputs = plan(n, moe.inputs.shape[1], moe.inputs.shape[0])
     if moe.experts.packed:
         return MoEPlan(inputs, _packed_cut(L), _packed_cut(inner))
     if n == 1:
