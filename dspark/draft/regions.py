@@ -102,8 +102,8 @@ def by_flex(masks: Mapping[Sight, BlockMask]) -> Attend:
     """Attention by flex attention, for what the kernel does not take."""
 
     def attend(layer: DraftAttention, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        turned = (each.transpose(1, 2) for each in (q, keys, values))
-        return flex.attend_whole(masks[layer.sight], *turned, layer.scale).transpose(1, 2)
+        q, keys, values = (each.transpose(1, 2) for each in (q, keys, values))
+        return flex.attend_whole(masks[layer.sight], q, keys, values, layer.scale).transpose(1, 2)
 
     return attend
 
@@ -122,9 +122,13 @@ Region = Callable[..., Any]
 
 @cache
 def _compiled(eps: float, head_dim: int, act: str) -> tuple[Region, Region]:
-    regions = _regions(eps, head_dim, act)
-    options = {"triton.coalesce_tiling_analysis": False}  # fails on symbolic sizes in torch 2.11
-    return tuple(torch.compile(each, dynamic=True, options=options) for each in regions)  # type: ignore[return-value]
+    project, finish = _regions(eps, head_dim, act)
+    # Its analysis fails on symbolic sizes in torch 2.11.
+    options: dict[str, Any] = {"triton.coalesce_tiling_analysis": False}
+    return (
+        torch.compile(project, dynamic=True, options=options),
+        torch.compile(finish, dynamic=True, options=options),
+    )
 
 
 def _regions(eps: float, head_dim: int, act: str) -> tuple[Region, Region]:
