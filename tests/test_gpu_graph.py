@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
+from dspark import ops
+from dspark.k3 import layout
 from dspark.k3.config import K3Config
-from dspark.k3.static.decode import StaticDecoder
 from dspark.runtime.decode import SpeculativeDecoder
 from dspark.runtime.graph_decode import GraphDecoder
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval.device_profile import profile
-from tests.k3_tiny import PLAIN, TINY, tiny_model, tiny_tokens
+from tests.k3_tiny import tiny_model
 from tests.test_graph_decode import (
     BLOCK,
     DRAFTERS,
@@ -25,47 +24,19 @@ from tests.test_graph_decode import (
     plain_texts,
     requests,
 )
+from tests.test_static_kernels import LIMITS, WIDE, WIDE_PLAIN, follow
 from tests.tiny_drafters import make_drafter
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 CONFIGS = pytest.mark.parametrize("config", [SMALL, SMALL_PLAIN], ids=["k3", "kimi_linear"])
-WIDE = replace(
-    TINY,
-    hidden_size=256,
-    kda_num_heads=4,
-    kda_head_dim=64,
-    num_attention_heads=4,
-    q_lora_rank=96,
-    kv_lora_rank=128,
-    qk_nope_head_dim=64,
-    qk_rope_head_dim=32,
-    v_head_dim=64,
-    intermediate_size=384,
-    moe_intermediate_size=128,
-    routed_expert_hidden_size=128,
-)
-"""K3 in sizes that the kernels take."""
-WIDE_PLAIN = replace(
-    PLAIN,
-    hidden_size=256,
-    kda_num_heads=4,
-    kda_head_dim=64,
-    num_attention_heads=4,
-    kv_lora_rank=128,
-    qk_nope_head_dim=64,
-    qk_rope_head_dim=32,
-    v_head_dim=64,
-    intermediate_size=384,
-    moe_intermediate_size=128,
-)
 
 
 def on_gpu(config: K3Config, dtype: torch.dtype = torch.float32) -> K3Target:
     model = tiny_model(config)
     for name, parameter in model.named_parameters():
-        wide = name.endswith(("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "bias"))
-        parameter.data = parameter.data.to(GPU, torch.float32 if wide else dtype)
+        kept = torch.float32 if layout.is_float32(name) else dtype
+        parameter.data = parameter.data.to(GPU, kept)
     return K3Target(model, "tiny", ())
 
 
@@ -112,31 +83,12 @@ def test_samples_are_those_of_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("config", [WIDE, WIDE_PLAIN], ids=["k3", "kimi_linear"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@torch.no_grad()
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_static_pass_at_kernel_sizes(config: K3Config, dtype: torch.dtype) -> None:
-    """Against the ordinary decoder in float32 on the CPU, several rounds deep."""
-    reference = tiny_model(config)
+    ops.forget()
+    follow(config, dtype, GPU, (1, 8, 4, 8, 1, 3, 8))
     if dtype is torch.bfloat16:
-        for parameter in reference.parameters():
-            parameter.copy_(parameter.bfloat16())
-    target = on_gpu(config, dtype)
-    for ours, theirs in zip(target.model.parameters(), reference.parameters(), strict=True):
-        ours.copy_(theirs)
-    decoder = StaticDecoder(target.model)
-    cache = decoder.new_cache(2, 60, 8)
-    oracle = reference.new_cache(2, 60)
-    generator = torch.Generator().manual_seed(0)
-    for rows in (1, 8, 4, 8, 1, 3, 8):
-        tokens = tiny_tokens(2, rows, config, seed=rows)
-        hidden, _ = reference(tokens, oracle, commit=False)
-        found = decoder.logits(decoder.step(tokens.to(GPU), cache).last).cpu()
-        expected = reference.lm_head(hidden).float()
-        error = (found - expected).norm() / expected.norm()
-        assert error < (2e-5 if dtype is torch.float32 else 6e-2), (rows, float(error))
-        counts = torch.randint(0, rows + 1, (2,), generator=generator)
-        oracle.commit(counts)
-        cache.commit(counts.to(GPU))
+        assert set(ops.ran().values()) == {"triton"}
 
 
 def test_no_host_waits_in_the_loop() -> None:

@@ -231,7 +231,7 @@ class StaticDecoder:
         rows.full += 1
         q, latent, gate = inputs.split(w.splits, dim=-1)
         if w.query is not None:
-            q = ops.linear_rows(q, w.query, norm=w.query_norm, eps=LORA_NORM_EPS)
+            q = ops.linear_rows(q.contiguous(), w.query, norm=w.query_norm, eps=LORA_NORM_EPS)
         heads, nope = w.key.shape[:2]
         shape = (rows.batch, rows.count)
         q = ops.mla_absorb(
