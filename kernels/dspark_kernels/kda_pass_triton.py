@@ -81,3 +81,29 @@ def read_rows(
         q, k = _vector(q_ptr + i * K, KK, KC), _vector(k_ptr + i * K, KK, KC)
         d = _vector(d_ptr + i * K, KK, KC)
         v, beta = tl.load(v_ptr + i * V + at), tl.load(b_ptr + i)
+
+
+@triton.jit
+def read_scaled_rows(
+    state, q_ptr, k_ptr, w_ptr, D_ptr, v_ptr, b_ptr, o_ptr, tile, n, keep, s_o,
+    K: tl.constexpr, V: tl.constexpr, WRITE: tl.constexpr,
+):  # fmt: skip
+    """`read_rows` on S / D, where D is the decay since the first row: one product less a row.
+
+    Ready are q D, k D and w = k / D, which the gate's bound must keep in range.
+    """
+    KK: tl.constexpr = state.shape[0]
+    KC: tl.constexpr = state.shape[2]
+    VV: tl.constexpr = state.shape[3]
+    at = tl.arange(0, state.shape[1])[:, None] * VV + tl.arange(0, VV)[None, :]
+    q, k, w = _vector(q_ptr, KK, KC), _vector(k_ptr, KK, KC), _vector(w_ptr, KK, KC)
+    v, beta = tl.load(v_ptr + at), tl.load(b_ptr)
+    for i in range(1, n + 1):
+        u = beta * (v - _seen(state, k))
+        state += w[:, None, :, None] * u[None, :, None, :]
+        tl.store(o_ptr + (i - 1) * s_o + at, _seen(state, q))
+        if WRITE and i == keep:
+            tl.store(tile, _vector(D_ptr + (i - 1) * K, KK, KC)[:, None, :, None] * state)
+        q, k = _vector(q_ptr + i * K, KK, KC), _vector(k_ptr + i * K, KK, KC)
+        w = _vector(w_ptr + i * K, KK, KC)
+        v, beta = tl.load(v_ptr + i * V + at), tl.load(b_ptr + i)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from dspark_kernels.interpreted import allow_loops
 from dspark_kernels.interpreted_floats import exact_floats
-from dspark_kernels.kda_pass_triton import places, read_rows
+from dspark_kernels.kda_pass_triton import places, read_rows, read_scaled_rows
 from dspark_kernels.kda_rows_triton import LOG2E, UNIT_EPS, log_decay, sigmoid, touch, unit
 from dspark_kernels.overlap import begin, wait
 
@@ -32,7 +32,7 @@ def chain_kernel(
     s_qb, s_qt, s_kb, s_kt, s_vb, s_vt, s_gb, s_gt, s_bb, s_bt,
     T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
     VV: tl.constexpr, TP: tl.constexpr, GATED: tl.constexpr, BOUNDED: tl.constexpr,
-    WRITE: tl.constexpr, EARLY: tl.constexpr,
+    WRITE: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rows of a chain: all made ready at once, then one after another over a tile of state."""
     part, place = tl.program_id(0) % (V // BV), tl.program_id(0) // (V // BV)
@@ -56,19 +56,30 @@ def chain_kernel(
         q, k, beta = scale * unit(q), unit(k), sigmoid(beta)
     else:
         g = LOG2E * g
-    q_ptr = ready_ptr + tl.program_id(0).to(tl.int64) * (T + 1) * (3 * K + BV + 16)
+    q_ptr = ready_ptr + tl.program_id(0).to(tl.int64) * (T + 1) * (4 * K + BV + 16)
     k_ptr, d_ptr = q_ptr + (T + 1) * K, q_ptr + 2 * (T + 1) * K
-    v_ptr = q_ptr + 3 * (T + 1) * K
+    w_ptr, v_ptr = q_ptr + 3 * (T + 1) * K, q_ptr + 4 * (T + 1) * K
     beta_ptr = v_ptr + (T + 1) * BV
+    if SCALED:
+        g = tl.cumsum(g, 0)
+        tl.store(w_ptr + at * K + ks, k * tl.exp2(-g), real)
+    d = tl.exp2(g)
+    if SCALED:
+        q, k = q * d, k * d
     tl.store(q_ptr + at * K + ks, q, real)
     tl.store(k_ptr + at * K + ks, k, real)
-    tl.store(d_ptr + at * K + ks, tl.exp2(g), real)
+    tl.store(d_ptr + at * K + ks, d, real)
     tl.store(v_ptr + at * BV + tl.arange(0, BV), v, real)
     tl.store(beta_ptr + t, beta, t < T)
     tl.debug_barrier()
     out_ptr += (b * T * H + h) * V + part * BV
-    read_rows(state, q_ptr, k_ptr, d_ptr, v_ptr, beta_ptr, out_ptr, end_ptr + tile, T, keep, H * V,
-              K, BV, WRITE)  # fmt: skip
+    end_ptr += tile
+    if SCALED:
+        read_scaled_rows(state, q_ptr, k_ptr, w_ptr, d_ptr, v_ptr, beta_ptr, out_ptr, end_ptr, T,
+                         keep, H * V, K, BV, WRITE)  # fmt: skip
+    else:
+        read_rows(state, q_ptr, k_ptr, d_ptr, v_ptr, beta_ptr, out_ptr, end_ptr, T, keep, H * V, K,
+                  BV, WRITE)  # fmt: skip
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from dspark_kernels.kda_rows_triton import MAX_EXPONENT
 from dspark_kernels.kda_step_chain_triton import chain_kernel, row_kernel
 from dspark_kernels.kda_step_tree_triton import tree_kernel
 from dspark_kernels.overlap import early
@@ -21,6 +22,7 @@ ROW_SHAPES = ((16, 2), (64, 4))
 """Columns and warps of a program on one row: for few heads, for many."""
 CHAIN_SHAPES = ((128, 16), (128, 16))
 """Columns of a program on several rows, and of each of its warps: for few heads, for many."""
+SCALE = True
 REGISTERS: int | None = 128
 """Of a thread where a program has 128 columns, so that two programs fit on a processor."""
 
@@ -107,10 +109,12 @@ def _chain(
     programs = V // BV * B * H
     if REGISTERS is not None and K <= 128 <= BV and torch.version.hip is None:
         sizes["maxnreg"] = REGISTERS
-    ready = torch.empty(programs * (T + 1) * (3 * K + BV + 16), dtype=read.dtype, device=q.device)
+    scaled = SCALE and 0.0 < -numbers[1] * T <= MAX_EXPONENT
+    ready = torch.empty(programs * (T + 1) * (4 * K + BV + 16), dtype=read.dtype, device=q.device)
     chain_kernel[(programs,)](
         *tensors, ready, *numbers, keep, *_strides(q, k, v, g, beta),
-        T=T, BV=BV, VV=VV, TP=triton.next_power_of_2(T), num_warps=BV // VV, num_stages=1, **sizes,
+        T=T, BV=BV, VV=VV, TP=triton.next_power_of_2(T), SCALED=scaled, num_warps=BV // VV,
+        num_stages=1, **sizes,
     )  # fmt: skip
     return read, new
 
