@@ -192,15 +192,15 @@ ROUNDS = [  # rows, parents, accepted path of each sequence
 
 def agree(call: Call, device: str) -> None:
     """Kernel and specification: what is returned, and all that is left behind."""
-    wide, mine = call.copy(torch.float64), call.copy(device=device)
+    wide, mine = call.copy(torch.float64, device), call.copy(device=device)
     expected = kda_decode(*wide.args())
     out = kda_decode_triton.kda_decode(*mine.args())
     assert out.dtype == call.rows.dtype
     limit = None if out.dtype != torch.float32 else 1e-4 if device == "cuda" else 1e-5
-    assert_close(out.cpu(), expected, limit=limit)
-    assert_close(mine.state.cpu(), wide.state, limit=1e-4 if device == "cuda" else 1e-5)
+    assert_close(out, expected, limit=limit)
+    assert_close(mine.state, wide.state, limit=1e-4 if device == "cuda" else 1e-5)
     for name in ("held_rows", "held_decay", "held_beta"):
-        left, right = getattr(mine, name).cpu().double(), getattr(wide, name)
+        left, right = getattr(mine, name).double(), getattr(wide, name)
         assert torch.equal(left.nan_to_num(99.0), right.nan_to_num(99.0)), name
 
 
