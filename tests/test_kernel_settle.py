@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dspark.runtime.faults import fault_of
 from dspark.runtime.frame_step import keep
 from dspark.runtime.records import Verdict
 from dspark_kernels import settle as reference
@@ -36,8 +37,17 @@ def frame(batch: int, primaries: int, ends: int, device: str = "cpu") -> dict[st
         "ends": torch.rand(batch, VOCABULARY, device=device) < ends / VOCABULARY,
         "seats": Seats(ids(batch), left, sent, ids(batch, high=1000), ids(batch)),
         "entropy": wide[:, :primaries],
+        "peak": bad_peaks(batch, primaries, device),
         "confidence": wide[:, 2 : 2 + primaries].bfloat16() if primaries != 1 else None,
     }
+
+
+def bad_peaks(batch: int, primaries: int, device: str) -> Tensor:
+    """Most rows fine; some with one or more scores that are not finite."""
+    values = torch.tensor([0.5, -2.0, 3.0, 1.0, torch.nan, torch.inf, -torch.inf], device=device)
+    peaks = values[torch.randint(0, 7, (batch, primaries), device=device)]
+    peaks[::2] = 1.0
+    return peaks
 
 
 def copied(given: dict[str, Any]) -> dict[str, Any]:
@@ -74,6 +84,7 @@ def test_reference_is_what_frames_keep(seed: int) -> None:
     """The same as the frames that read siblings too, and as a loop over tokens."""
     torch.manual_seed(seed)
     given = frame(6, 5, 3)
+    drafters = fault_of(given["peak"].unsqueeze(-1))
     before = copied(given)["seats"]
     count, letter = reference.settle(**given)
     none = torch.full_like(count, -1)
@@ -98,7 +109,7 @@ def test_reference_is_what_frames_keep(seed: int) -> None:
             int(given["level"][b]),
             -1,
             -1,
-            int(given["fault"][b]),
+            -int(drafters[b]) or int(given["fault"][b]),
             int(before.sent[b]),
         ]
 

@@ -27,7 +27,6 @@ from dspark.errors import UserError
 from dspark.k3.static.cache import StaticCache
 from dspark.k3.static.decode import StaticDecoder, StepOutput
 from dspark.runtime.draft_head import DraftHead
-from dspark.runtime.faults import fault_of
 from dspark.runtime.graph_seats import Chances, GraphSeats
 
 
@@ -120,7 +119,7 @@ class GraphFrame:
             judged.accepted,
             judged.next_token,
             judged.level,
-            judged.fault if draft is None else self._fault(draft, judged.fault),
+            judged.fault,
             seats.ends,
             ops.Settled(
                 seats.anchor,
@@ -131,6 +130,7 @@ class GraphFrame:
             ),
             None if draft is None else draft.entropy,
             None if draft is None or draft.confidence is None else self._confidence(draft),
+            None if draft is None else draft.peak,
         )
         if self.drafting is not None:
             assert out.taps is not None
@@ -154,10 +154,6 @@ class GraphFrame:
             top_p=chances.top_p,
             where=None if self.drafting is None else self.drafting.head.where,
         )
-
-    def _fault(self, draft: ops.Drafted, targets: Tensor) -> Tensor:
-        drafters = -fault_of(draft.peak.unsqueeze(-1))
-        return torch.where(drafters != 0, drafters, targets)
 
     def _confidence(self, draft: ops.Drafted) -> Tensor:
         assert self.drafting is not None

@@ -46,6 +46,7 @@ def settle(
     seats: Seats,
     entropy: Tensor | None = None,
     confidence: Tensor | None = None,
+    peak: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Settle one frame.
 
@@ -55,10 +56,15 @@ def settle(
         ends: [B, V] bool, marks the ids that end the text.
         seats: Changed in place; before, ``sent`` is what this frame sent.
         entropy, confidence: [B, L] of the letter; None: left out.
+        peak: [B, L] float32, the drafter's largest scores; one that is not finite is the letter's
+            fault, -(1 + 3 slot + kind) with the kinds of `verify_sample`. None: not looked at.
 
     Returns:
         count [B] int64, and the letter [B, 7 + L (1 to 3)] float64.
     """
+    if peak is not None and peak.shape[1]:
+        drafters = _drafters_fault(peak)
+        fault = torch.where(drafters != 0, drafters, fault)
     letter = _letter(tokens, accepted, next_token, level, fault, seats.sent, entropy, confidence)
     most = tokens.shape[1]
     step = torch.arange(most + 1, device=tokens.device)
@@ -76,6 +82,14 @@ def settle(
     if seats.accepted is not None:
         seats.accepted.copy_(count)
     return count, letter
+
+
+def _drafters_fault(peak: Tensor) -> Tensor:
+    bad = ~torch.isfinite(peak)
+    slot = bad.byte().argmax(dim=1, keepdim=True)
+    found = peak.gather(1, slot)
+    kind = torch.where(found.isnan(), 0, torch.where(found > 0, 1, 2))
+    return torch.where(bad.any(dim=1), -(1 + 3 * slot + kind).squeeze(1), 0)
 
 
 def _letter(

@@ -15,11 +15,12 @@ MOST = 64
 
 @triton.jit
 def _settle_kernel(  # type: ignore[no-untyped-def]
-    tokens, accepted, next_token, level, fault, ends, entropy, confidence,
+    tokens, accepted, next_token, level, fault, ends, entropy, confidence, peak,
     anchor, left, sent, lengths, pending, count_out, letter,
-    tokens_step, entropy_step, confidence_step, width, vocabulary,
+    tokens_step, entropy_step, confidence_step, peak_step, width, vocabulary,
     L: tl.constexpr, LP: tl.constexpr,
     PENDING: tl.constexpr, ENTROPY: tl.constexpr, CONFIDENCE: tl.constexpr,
+    PEAK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     taken, token = tl.load(accepted + row), tl.load(next_token + row)
@@ -40,7 +41,15 @@ def _settle_kernel(  # type: ignore[no-untyped-def]
     none = tl.full([], -1.0, tl.float64)
     tl.store(at + 3, none)
     tl.store(at + 4, none)
-    tl.store(at + 5, tl.load(fault + row).to(tl.float64))
+    wrong = tl.load(fault + row).to(tl.int32)
+    if PEAK:
+        value = tl.load(peak + row * peak_step + step, mask=step < L, other=0.0)
+        bad = (value != value) | (tl.abs(value) == float("inf"))
+        slot = tl.min(tl.where(bad, step, LP), axis=0)
+        kind = tl.where(value != value, 0, tl.where(value > 0, 1, 2))
+        kind = tl.sum(tl.where(step == slot, kind, 0), axis=0)
+        wrong = tl.where(slot < LP, -(1 + 3 * slot + kind), wrong)
+    tl.store(at + 5, wrong.to(tl.float64))
     tl.store(at + 6, sent_now.to(tl.float64))
     at += 7
     tl.store(at + step, primaries.to(tl.float64), mask=step < L)
@@ -71,6 +80,7 @@ def settle(
     seats: Seats,
     entropy: Tensor | None = None,
     confidence: Tensor | None = None,
+    peak: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `settle.settle`."""
     batch, most = tokens.shape
@@ -88,6 +98,7 @@ def settle(
         ends.view(torch.uint8),
         spare if entropy is None else entropy,
         spare if confidence is None else confidence,
+        spare if peak is None else peak,
         seats.anchor,
         seats.left,
         seats.sent,
@@ -98,6 +109,7 @@ def settle(
         tokens.stride(0),
         0 if entropy is None else entropy.stride(0),
         0 if confidence is None else confidence.stride(0),
+        0 if peak is None else peak.stride(0),
         width,
         ends.shape[1],
         L=most,
@@ -105,6 +117,7 @@ def settle(
         PENDING=seats.accepted is not None,
         ENTROPY=entropy is not None,
         CONFIDENCE=confidence is not None,
+        PEAK=peak is not None,
         num_warps=1,
     )
     return count, letter
@@ -120,6 +133,7 @@ def refuses(
     seats: Seats,
     entropy: Tensor | None = None,
     confidence: Tensor | None = None,
+    peak: Tensor | None = None,
 ) -> str | None:
     """Why the kernel cannot take these; None: it can."""
     rows = [accepted, next_token, level, fault, *(x for x in seats if x is not None)]
@@ -131,7 +145,7 @@ def refuses(
         return f"tokens are {tokens.dtype}, not int64"
     if tokens.shape[1] + 1 > MOST:
         return f"more than {MOST} tokens a seat"
-    for x in (tokens, entropy, confidence):
+    for x in (tokens, entropy, confidence, peak):
         if x is not None and x.shape[1] > 1 and x.stride(1) != 1:
             return "a row of tokens, entropy or confidence is not contiguous"
     return None
