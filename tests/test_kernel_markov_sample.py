@@ -29,6 +29,8 @@ SETTINGS = [
     SamplingParams(1e-4, 0.9),
     SamplingParams(1.0, 1e-4),
     SamplingParams(100.0, 0.999, 10_000),
+    SamplingParams(1e-8),
+    SamplingParams(1.0, 1.0, 1),
 ]
 
 
