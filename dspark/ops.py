@@ -43,6 +43,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 LinearOrder = linear_kda.Order
 MODES = ("auto", "torch", "triton")
+MOST_ROWS = linear_rows_op.MAX_ROWS
+"""Rows up to which `linear_rows`, `gated_rows` and `moe_decode` have kernels."""
 KDA_CHUNK = kda.CHUNK
 """Rows up to which `kda_step` is the better form."""
 

@@ -164,6 +164,16 @@ def test_seats_come_and_go_and_rejected_rows_may_hold_anything() -> None:
 
 
 @torch.no_grad()
+def test_more_rows_than_kernels_take_go_in_parts() -> None:
+    """Five seats of five rows: 25 rows, experts in two parts."""
+    model = tiny_model()
+    decoder = StaticDecoder(model)
+    caches = prefilled(model, [3, 1, 8, 2, 5], decoder)
+    out = both(model, decoder, caches, tiny_tokens(5, 5))
+    assert [len(chosen) for chosen in out.chosen] == [25] * 6
+
+
+@torch.no_grad()
 def test_a_text_that_does_not_fit_is_refused() -> None:
     model = tiny_model()
     decoder = StaticDecoder(model)
