@@ -193,14 +193,26 @@ def distill_loss(
         bce = F.binary_cross_entropy_with_logits(logit, acceptance, reduction="none")
         predicted = logit.detach().sigmoid()
         total = total + objective.confidence * (confidence_weights(w, grid, objective) * bce).sum()
+    return _summed(total, by_term, grid, objective, (w, acceptance, bce.detach(), predicted))
+
+
+def _summed(
+    total: Tensor,
+    terms: dict[str, Tensor],
+    grid: Grid,
+    objective: Objective,
+    of_slots: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> LossSums:
+    """Sums of per-slot numbers [n]: weight, acceptance, BCE and predicted confidence."""
+    w, acceptance, bce, predicted = of_slots
     survival = grid.table(acceptance).cumprod(-1)
     blocks = survival.new_full((), float(grid.blocks))
     weight_sums = grid.per_position(w)
     return LossSums(
         objective=total,
         normaliser=blocks if objective.per_block else weight_sums.sum(),
-        **{name: grid.per_position(w * by_term[name]) for name in TERMS},
-        bce=grid.per_position(w * bce.detach()),
+        **{name: grid.per_position(w * terms[name]) for name in TERMS},
+        bce=grid.per_position(w * bce),
         weight=weight_sums,
         count=grid.per_position(torch.ones_like(w)),
         acceptance=grid.per_position(acceptance),

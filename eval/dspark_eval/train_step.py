@@ -21,7 +21,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -90,7 +90,7 @@ class StepSize:
         return [TrainingRow(tuple(row), tuple(mask)) for row in ids.tolist()]
 
 
-def settings(size: StepSize, moments: str, steps: int, **changes: Any) -> TrainSettings:
+def settings(size: StepSize, moments: str, steps: int) -> TrainSettings:
     """DeepSpec's recipe in bf16, one row a step, as many steps as are timed."""
     recipe = {
         key.removeprefix("train."): value
@@ -101,7 +101,7 @@ def settings(size: StepSize, moments: str, steps: int, **changes: Any) -> TrainS
         "anchors": size.anchors, "precision": "bf16", "moments": moments, "keep_gib": 0.0,
         "rows_per_step": size.rows, "micro_rows": size.rows, "max_steps": steps, "epochs": steps,
     }  # fmt: skip
-    return replace(TrainSettings(**recipe), **changes)
+    return TrainSettings(**recipe)
 
 
 def measure(size: StepSize, device: torch.device, moments: str, steps: int) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class Clock:
         gradients = trainer.optimiser.gradients
         finished: Callable[[], None] = gradients.measure
 
-        def timed(*arguments: Any, **named: Any) -> Any:
+        def _timed(*arguments: Any, **named: Any) -> Any:
             self.mark()
             sums = distill_loss(*arguments, **named)
             self.mark()
@@ -201,7 +201,7 @@ class Clock:
             self.mark()
             finished()
 
-        loss = patch.object(objective, "distill_loss", timed)
+        loss = patch.object(objective, "distill_loss", _timed)
         with loss, patch.object(gradients, "measure", measured):
             yield
 

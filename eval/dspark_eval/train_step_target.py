@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dspark.distill.taps import Features
 from dspark.runtime.target import Cache, TargetOutput
+from dspark.taps import TapSet
 
 
 class HeadTarget:
@@ -61,7 +62,16 @@ class HeadTarget:
         """Raises RuntimeError: there are no layers."""
         raise RuntimeError("these tables have no layers to run; give the trainer kept states")
 
-    def forward(self, *_: object, **__: object) -> TargetOutput:
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: Cache,
+        *,
+        valid: Tensor | None = None,
+        parents: Tensor | None = None,
+        taps: TapSet | None = None,
+        commit: bool,
+    ) -> TargetOutput:
         """Raises RuntimeError: there are no layers."""
         raise RuntimeError("these tables have no layers to run; give the trainer kept states")
 
