@@ -255,6 +255,15 @@ def test_the_kernel_on_views(device: str) -> None:
     assert torch.equal(views.state, call.state)
 
 
+@on_each_device
+def test_a_seat_that_accepted_nothing_keeps_its_state_to_the_bit(device: str) -> None:
+    call = round_of(B=3).copy(device=device)
+    call.accepted[1] = 0
+    was = call.state.clone()
+    kda_decode_triton.kda_decode(*call.args())
+    assert torch.equal(call.state[1], was[1])
+
+
 def test_wrong_calls() -> None:
     call = round_of(T=3, R=2)
     with pytest.raises(ValueError, match="3 new rows into 2 slots"):
@@ -275,6 +284,9 @@ def test_what_the_kernel_refuses() -> None:
     assert "widths" in reason(round_of(V=256))
     assert "rows on" in reason(round_of(T=17, R=17))
     assert "float32" in reason(round_of().copy(torch.float64))
+    call = round_of()
+    call.accepted = call.accepted.repeat_interleave(2)[::2]
+    assert "counts" in reason(call)
 
 
 @pytest.mark.gpu

@@ -159,6 +159,23 @@ def test_a_real_layer(B: int, T: int, kept: int) -> None:
 
 
 @pytest.mark.gpu
+def test_long_runs_do_not_drift() -> None:
+    """4096 rows in bfloat16 that hardly forget: decays and write strengths stay in float32."""
+    H, K = 4, 128
+    state = torch.zeros(1, H, K, K, device="cuda")
+    expected = state.double()
+    for _ in range(256):
+        q, k, v = (torch.randn(1, 16, H, K, device="cuda").bfloat16() for _ in range(3))
+        k = F.normalize(k.float(), dim=-1).bfloat16()
+        g = torch.full((1, 16, H, K), -1e-4, device="cuda")
+        beta = torch.rand(1, 16, H, device="cuda")
+        step(q, k, v, g, beta, state, 16, out=state)
+        rows = (x.double() for x in (q, k, v, g, beta))
+        _, expected = kda.step(*rows, expected, 16)
+    assert_close(state, expected, limit=2e-5)
+
+
+@pytest.mark.gpu
 def test_states_past_32_bits() -> None:
     """2.2e9 numbers of state: the last sequence as if it were alone."""
     B = 1400

@@ -121,6 +121,8 @@ def refuses(
         return "rows in float64, or held in another dtype"
     if not all(x[0].is_contiguous() for x in (state, conv)):
         return "a state or weights that are not contiguous"
+    if not accepted.is_contiguous():
+        return "counts that are not contiguous"
     if not all(x is None or x[0].is_contiguous() for x in (upto, taps)):
         return "a tree that is not contiguous"
     if any(x.stride(-1) != 1 for x in (rows, decay, beta, gate, *held) if x.numel()):
