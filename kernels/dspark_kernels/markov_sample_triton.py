@@ -203,8 +203,8 @@ def markov_sample(
     confidence: tuple[Tensor, Tensor] | None = None,
     *,
     block: int = BLOCK,
-    chunk: int = 256,
-    warps: int = 4,
+    chunk: int = 64,
+    warps: int = 8,
     rows: int | None = None,
 ) -> Drafted:
     """See `markov_sample.markov_sample`. Keywords: what a sweep varies."""
