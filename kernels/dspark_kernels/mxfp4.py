@@ -16,7 +16,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def dequantise(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8 [..., C/2] and uint8 [..., C/32] -> weights [..., C]; capturable, no table on a host."""
+    """uint8 [..., C/2] and uint8 [..., C/32] -> weights [..., C]; capturable: no host table."""
     code = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int32)
     exponent, half = (code >> 1) & 3, (code & 1).to(torch.float32)
     small = exponent == 0
