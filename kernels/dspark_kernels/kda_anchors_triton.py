@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dspark_kernels.kda_pass_triton import tile_of
+from dspark_kernels.kda_carry_triton import tile_of
 from dspark_kernels.kda_within_triton import add_up, dot, put_tile, rows_of
 
 

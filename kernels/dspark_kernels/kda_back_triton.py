@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from dspark_kernels.kda_carry_triton import pass_back_kernel
 from dspark_kernels.kda_grads_triton import couplings_kernel, rows_kernel
 from dspark_kernels.kda_launch_triton import (
     MOST_WIDTH,
@@ -26,7 +27,6 @@ from dspark_kernels.kda_launch_triton import (
     launch_of,
     within,
 )
-from dspark_kernels.kda_pass_triton import pass_back_kernel
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from dspark_kernels.interpreted import allow_loops
 from dspark_kernels.interpreted_floats import exact_floats
 from dspark_kernels.kda import MAX_EXPONENT
-from dspark_kernels.kda_pass_triton import pass_kernel
+from dspark_kernels.kda_carry_triton import pass_kernel
 from dspark_kernels.kda_within_triton import within_kernel
 
 allow_loops()
