@@ -180,7 +180,7 @@ class DSparkDrafter(nn.Module):
             raise ValueError(f"blocks of {slots} slots given, {self.config.block_size} are trained")
         # Whatever a target leaves in its padding rows, 0 * NaN must not reach a gradient.
         context = self.features(features.masked_fill(~valid[..., None], 0))
-        # The dtype of a norm: where matrices are in half precision, the residual stream need not be.
+        # The dtype of a norm: the residual stream may be wider than the matrices.
         embeds = block_embeds.to(self.norm.weight.dtype)
         hidden = self.norm(self.backbone.train(embeds, context, valid, anchors))
         return hidden.masked_fill(~anchor_valid[..., None, None], 0)

@@ -10,9 +10,9 @@ change nothing. What a width enters otherwise is made up for:
     router      each live expert stands there m times with the same score, m k are chosen, and their
                 weights come to the same sum; dead experts have a bias that never lets them win
 
-With ratios of widths that are powers of 4 all factors are powers of 2, exact in any dtype. The eps of
-the head norm follows too where D' / D = (K' / K)^2; that of the latent norms of MLA does not, and
-lies far below their values.
+With ratios of widths that are powers of 4 all factors are powers of 2, exact in any dtype. The eps
+of the head norm follows too where D' / D = (K' / K)^2; that of the latent norms of MLA does not,
+and lies far below their values.
 
 Letters: D hidden, H heads, K KDA head width, n nope, p shared-key and v value width, R latent rank,
 I and L inner and outer expert width, E experts, m copies of a live expert.

@@ -44,9 +44,9 @@ def refused_rows(rows: tuple[Tensor, ...], state: Tensor) -> str | None:
     for x in rows:
         if x.dtype not in DTYPES:
             return f"rows of {x.dtype}; float32 and bfloat16 are taken"
-        if x.is_cuda and x.dtype == torch.float32:
-            # compiled for an H200 its results held NaN; in the interpreter they are right
-            return "rows of float32 on a GPU, where only bfloat16 was found right"
+    if any(x.is_cuda and x.dtype == torch.float32 for x in (*keys, v)):
+        # compiled for an H200 their results held NaN; in the interpreter they are right
+        return "keys or values of float32 on a GPU, where only bfloat16 was found right"
     if state.dtype != torch.float32:
         return f"a state of {state.dtype}; it is float32"
     if any(x.shape != g.shape for x in keys) or v.shape[:3] != g.shape[:3]:
