@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,8 @@ from torch import Tensor
 
 from dspark import ops
 from dspark_kernels import kda, kda_states
-from dspark_kernels.kda_chunk_triton import chunk, refuses
-from dspark_kernels.kda_states_triton import refuses as states_refuses
-from dspark_kernels.kda_states_triton import states_at
+from dspark_kernels import kda_chunk_triton as kernel
+from dspark_kernels import kda_states_triton as states_kernel
 from tests.tolerance import assert_close
 
 BOUND = -5.0
@@ -29,6 +29,22 @@ NAMES = ("out", "state", "d q", "d k", "d v", "d g", "d beta", "d state")
 Size = tuple[int, int, int, int, int]
 Form = Callable[..., tuple[Tensor, Tensor]]
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+
+
+def chunk(*given: Any) -> tuple[Tensor, Tensor]:
+    """The kernel; what it refuses on this device is not tested there."""
+    return kernel.chunk(*_taken(kernel.refuses(*given), given))
+
+
+def states_at(*given: Any) -> Tensor:
+    return states_kernel.states_at(*_taken(states_kernel.refuses(*given), given))
+
+
+def _taken(reason: str | None, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    if reason is not None and DEVICE == "cuda":
+        pytest.skip(reason)
+    assert reason is None
+    return given
 
 
 def decays(kind: str, shape: tuple[int, ...]) -> Tensor:
@@ -212,15 +228,19 @@ def refusals() -> Iterator[tuple[str, list[Tensor]]]:
 
 @pytest.mark.parametrize(("reason", "inputs"), list(refusals()), ids=lambda x: str(x)[:20])
 def test_what_the_kernels_cannot_take_is_refused(reason: str, inputs: list[Tensor]) -> None:
-    assert reason in (refuses(*inputs) or "")
-    where = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
-    assert reason in (states_refuses(*inputs[1:], where) or "") or reason.startswith("different")
+    inputs = [x.cpu() for x in inputs]
+    assert reason in (kernel.refuses(*inputs) or "")
+    where = torch.zeros(1, 1, dtype=torch.int64)
+    assert reason in (states_kernel.refuses(*inputs[1:], where) or "") or reason.startswith(
+        "different"
+    )
 
 
 def test_ops_run_the_kernels_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSPARK_OPS", "triton")
     ops.forget()
     inputs = given((1, 20, 1, 16, 16))
+    chunk(*inputs, BOUND)
     out, _ = ops.kda_chunk(*inputs, BOUND)
     ops.kda_states_at(*inputs[1:], torch.tensor([[5]], device=DEVICE), BOUND)
     assert ops.ran() == {"kda_chunk": "triton", "kda_states_at": "triton"}
@@ -249,6 +269,16 @@ def test_head_sizes_on_the_gpu(size: Size, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("decay", ["strongest", "any", "weak"])
 def test_decays_on_the_gpu(decay: str) -> None:
     check(given((1, 500, 3, 128, 128), decay), None if decay == "any" else BOUND)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bound", [BOUND, None], ids=["bounded", "any"])
+@pytest.mark.parametrize("decay", ["even", "strongest"])
+def test_bfloat16_without_gradients_on_the_gpu(decay: str, bound: float | None) -> None:
+    inputs = given((2, 300, 32, 128, 128), decay, BFLOAT16)
+    expected = kda.recurrent(*(x.double() for x in inputs))
+    for name, a, b in zip(NAMES, chunk(*inputs, bound), expected, strict=False):
+        assert_close(a, b, dtype=BFLOAT16, what=name)
 
 
 @pytest.mark.gpu

@@ -71,19 +71,19 @@ class Launch:
 
 TUNED: dict[tuple[str, torch.dtype], Launch] = {
     ("within", torch.bfloat16): Launch(64, 64, 4, 1),
-    ("within", torch.float32): Launch(32, 64, 4, 1),
+    ("within", torch.float32): Launch(64, 64, 4, 1),
     ("carry", torch.bfloat16): Launch(0, 64, 4, 2),
-    ("carry", torch.float32): Launch(0, 32, 4, 1),
+    ("carry", torch.float32): Launch(0, 64, 4, 1),
     ("carry_back", torch.bfloat16): Launch(0, 64, 4, 2),
-    ("carry_back", torch.float32): Launch(0, 32, 4, 1),
+    ("carry_back", torch.float32): Launch(0, 64, 4, 1),
     ("couplings", torch.bfloat16): Launch(0, 64, 4),
-    ("couplings", torch.float32): Launch(0, 32, 4),
-    ("rows", torch.bfloat16): Launch(32, 64, 4),
-    ("rows", torch.float32): Launch(32, 32, 4),
+    ("couplings", torch.float32): Launch(0, 64, 4),
+    ("rows", torch.bfloat16): Launch(64, 64, 4),
+    ("rows", torch.float32): Launch(64, 64, 4),
     ("anchors", torch.bfloat16): Launch(64, 64, 4),
     ("anchors", torch.float32): Launch(64, 64, 4),
     ("anchors_back", torch.bfloat16): Launch(64, 64, 4),
-    ("anchors_back", torch.float32): Launch(32, 32, 4),
+    ("anchors_back", torch.float32): Launch(64, 64, 4),
 }
 """By step and dtype of the numbers that pass between kernels."""
 

@@ -42,6 +42,8 @@ def refuses(
     """Why the kernels cannot take these tensors, or None."""
     if positions.shape[1] == 0:
         return "no positions"
+    if k.is_cuda:
+        return "a GPU, where states at positions have not been run"
     return refused_rows((k, v, g, beta), state)
 
 
