@@ -60,9 +60,8 @@ def unchecked(narrow: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> str | N
     """What compiled kernels have not been seen to do right, though interpreted ones do.
 
     On an H200 outputs and states of bfloat16 rows agreed with float64 for heads of 128. With tiles
-    of 32 columns float32 gave NaN and gradients of log-decays were wrong (Triton issue 11366 reads
-    outside of shared memory with such tiles); with the tiles of 64 that took their place neither
-    has been run there.
+    of 32 columns float32 gave NaN and gradients of log-decays were wrong (Triton issue 11366 may be
+    the cause); with the tiles of 64 that took their place neither has been run there.
     """
     if any(x.dtype == torch.float32 for x in narrow):
         return "float32 queries, keys or values on a GPU, where only bfloat16 was found right"
