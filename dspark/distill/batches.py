@@ -98,10 +98,15 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
-        places = (send(x, device) for x in (self.anchors.positions, self.anchors.valid))
-        tensors = (send(x, device) for x in (self.ids, self.valid, self.loss_mask))
-        noise = None if self.noise is None else send(self.noise, device)
-        return Batch(self.row_ids, *tensors, Anchors(*places), noise)
+        positions, drawn = self.anchors.positions, self.anchors.valid
+        return Batch(
+            self.row_ids,
+            send(self.ids, device),
+            send(self.valid, device),
+            send(self.loss_mask, device),
+            Anchors(send(positions, device), send(drawn, device)),
+            None if self.noise is None else send(self.noise, device),
+        )
 
     def row(self, at: int, length: int) -> Batch:
         """Row `at` alone, its first `length` tokens."""

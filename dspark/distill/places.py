@@ -45,8 +45,8 @@ class Places:
     def to(self, device: torch.device) -> Places:
         """The same on a device."""
         used = None if self.used is None else send(self.used, device)
-        parts = (send(x, device) for x in (self.on, self.block, self.position))
-        return Places(used, *parts, self.whole)
+        on, block, position = (send(x, device) for x in (self.on, self.block, self.position))
+        return Places(used, on, block, position, self.whole)
 
     def in_use(self, values: Tensor, trailing: int = 1) -> Tensor:
         """[..., G, *] with `trailing` dimensions from G on -> [m, G, *]."""

@@ -8,7 +8,7 @@ is simply called, so that its text can be tested there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -33,7 +33,7 @@ class Replay(Generic[Result]):
         self,
         function: Callable[[], Result],
         device: torch.device,
-        pool: tuple[int, int] | None = None,
+        pool: Any = None,
     ) -> None:
         self._function = function
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -41,7 +41,7 @@ class Replay(Generic[Result]):
             self._graph = torch.cuda.CUDAGraph()
             self._result = self._record(device, pool)
 
-    def _record(self, device: torch.device, pool: tuple[int, int] | None) -> Result:
+    def _record(self, device: torch.device, pool: Any) -> Result:
         assert self._graph is not None
         aside = torch.cuda.Stream(device)
         aside.wait_stream(torch.cuda.current_stream(device))

@@ -82,6 +82,7 @@ class DeviceProfile:
 
 def profile(run: Callable[[], None], units: int) -> DeviceProfile:
     """Profile one call of ``run``, which does ``units`` units of work and leaves them queued."""
+    from torch.autograd.profiler_util import DeviceType  # type: ignore[attr-defined]
     from torch.profiler import ProfilerActivity
 
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
@@ -93,9 +94,10 @@ def profile(run: Callable[[], None], units: int) -> DeviceProfile:
     events = list(seen.events() or [])
     end = next(event.time_range.start for event in events if event.name == _END)
     called = [event.name for event in events if event.time_range.start < end]
-    spans, by_name = [], defaultdict(lambda: [0.0, 0.0])
+    spans: list[tuple[float, float]] = []
+    by_name: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for event in events:
-        if event.device_type != torch.autograd.DeviceType.CUDA or event.name == _END:
+        if event.device_type != DeviceType.CUDA or event.name == _END:
             continue
         span = (event.time_range.start, event.time_range.end)
         spans.append(span)

@@ -5,6 +5,8 @@ hash of seed and place (murmur3's finaliser), 16 bits for each moment: Philox wo
 memory does.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import torch

@@ -195,8 +195,10 @@ def _chunk_packed(
     for s, (first, last) in enumerate(pairwise(bounds)):
         after = state[s : s + 1]
         if last > first:
-            rows = (x[:, first:last] for x in (q, k, v, g, beta))
-            out, after = chunk(*rows, after, lower_bound)
+            part = slice(first, last)
+            out, after = chunk(
+                q[:, part], k[:, part], v[:, part], g[:, part], beta[:, part], after, lower_bound
+            )
             outputs.append(out)
         states.append(after)
     return torch.cat(outputs, 1), torch.cat(states)

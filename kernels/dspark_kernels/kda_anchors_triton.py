@@ -11,6 +11,8 @@ by two programs and results do not change from run to run:
     dg_i += sum_(j < i) k_j exp(G_r - G_j) X_j + exp(G_r) sum_v S dS_p   (i < r) ;  X = U dS_p^T
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import triton

@@ -27,6 +27,8 @@ Everything that leaves the kernel lies by chunk and head, [chunks, H, 64, *].
 Letters: C = 64 rows of a chunk, H heads, K key width, V value width, BK and BV columns of a tile.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import triton
