@@ -226,7 +226,9 @@ def refusals() -> Iterator[tuple[str, list[Tensor]]]:
     yield "no rows", given((1, 0, 2, 16, 16))
 
 
-@pytest.mark.parametrize(("reason", "inputs"), list(refusals()), ids=lambda x: str(x)[:20])
+@pytest.mark.parametrize(
+    ("reason", "inputs"), [pytest.param(*case, id=case[0]) for case in refusals()]
+)
 def test_what_the_kernels_cannot_take_is_refused(reason: str, inputs: list[Tensor]) -> None:
     inputs = [x.cpu() for x in inputs]
     assert reason in (kernel.refuses(*inputs) or "")
