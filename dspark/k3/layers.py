@@ -55,8 +55,9 @@ class RMSNorm(nn.Module):
 
 
 def situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
-    """SiTU in float32, cast back to the dtype of ``up``. Shapes equal."""
-    g, u = gate.float(), up.float()
+    """SiTU in float32 or wider, cast back to the dtype of ``up``. Shapes equal."""
+    wide = torch.promote_types(up.dtype, torch.float32)
+    g, u = gate.to(wide), up.to(wide)
     bounded = torch.tanh(g / beta) * torch.sigmoid(g)
     return (bounded * torch.tanh(u / linear_beta) * (beta * linear_beta)).to(up.dtype)
 
