@@ -6,6 +6,7 @@ each row should hold. The context that was forked keeps its own list.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import lru_cache
 
@@ -88,7 +89,8 @@ class _Texts:
         assert context.lengths.tolist() == [len(row) for row in rows]
         for b, row in enumerate(rows):
             alone = draft(self.drafter, row[None], embeds[b : b + 1], LONGEST)
-            assert_close(drafted[b], alone[0], limit=1e-5, what=f"row {b} of {len(row)}")
+            limit = 1e-5 if drafted.dtype == torch.float32 else 1e-12
+            assert_close(drafted[b], alone[0], limit=limit, what=f"row {b} of {len(row)}")
 
 
 OPERATIONS = st.lists(
@@ -106,7 +108,8 @@ OPERATIONS = st.lists(
 def test_any_operations_equal_reading_anew(
     config: DraftConfig, operations: list[tuple[str, int]], fixed: bool
 ) -> None:
-    texts = _Texts(_drafter(config), 3, fixed, seed=len(operations))
+    """In float64: in float32 a state folded row by row drifts by more than one pass is allowed."""
+    texts = _Texts(deepcopy(_drafter(config)).double(), 3, fixed, seed=len(operations))
     for name, size in operations:
         getattr(texts, name)(size)
     texts.check(texts.context, texts.rows)
