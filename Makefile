@@ -20,7 +20,7 @@ TEST_BIN := $(VENV)/bin
 PYTEST := $(TEST_BIN)/python -m pytest -n $(PROCESSES) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-drafter demo-pruned test test-slow lossless oracles lint clean
+.PHONY: help demo demo-drafter demo-pruned test test-slow test-kernels lossless oracles lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -48,6 +48,17 @@ test: $(VENV)/.oracles  ## the fast tier on CPU (under 15 minutes on 2 cores)
 
 test-slow: $(VENV)/.oracles  ## the slow tier on CPU
 	$(PYTEST) -m "slow and not gpu"
+
+# Triton in a folder of its own: beside fla it makes models of transformers look for a GPU.
+TRITON := triton==3.6.0
+KERNEL_TESTS := tests/test_kernel_*.py tests/test_static_kernels.py tests/test_ops.py
+
+test-kernels: $(VENV)/.triton  ## every kernel in Triton's interpreter, against float64
+	PYTHONPATH=$(abspath $(VENV))/triton $(PYTEST) -m "not gpu" $(KERNEL_TESTS)
+
+$(VENV)/.triton: $(VENV)/.installed
+	$(VENV)/bin/python -m $(INSTALL) --no-deps --target $(VENV)/triton $(TRITON)
+	touch $@
 
 lossless: $(VENV)/.installed  ## does what comes out have the target's law? the whole suite, minutes
 	OMP_NUM_THREADS=1 $(TEST_BIN)/python -m dspark_eval.lossless --full

@@ -187,7 +187,7 @@ def test_bootstrap_covers_the_truth_as_often_as_it_says():
 
 def test_few_prompts_are_warned_about():
     assert metrics.sample_size_warnings(30) == []
-    assert "29 prompts" in metrics.sample_size_warnings(29)[0]
+    assert "few prompts (29)" in metrics.sample_size_warnings(29)[0]
 
 
 def test_loops_are_found_and_taken_out():
