@@ -98,7 +98,8 @@ def test_every_kernel_has_the_signature_of_its_reference() -> None:
         own = list(inspect.signature(op.triton).parameters.values())
         assert [p.name for p in own[: len(expected)]] == expected, op.name
         assert all(p.default is not p.empty for p in own[len(expected) :]), op.name
-        assert list(inspect.signature(op.refuses).parameters)[: len(expected)] == expected, op.name
+        # one `refuses` may serve the ops of a module: it takes the arguments of each
+        assert set(expected) <= set(inspect.signature(op.refuses).parameters), op.name
 
 
 def test_what_ran_is_remembered_until_it_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
