@@ -17,8 +17,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from functools import cache, cached_property, wraps
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from dspark.errors import UserError
 from dspark_kernels import adamw as adamw_op
-from dspark_kernels import attn_res, distill_loss, kda, kda_states, law, linear_kda, rng
+from dspark_kernels import attn_res, distill_loss, kda, kda_states, linear_kda, rng
 from dspark_kernels import block_attention as block_attention_op
 from dspark_kernels import kda_decode as kda_decode_op
 from dspark_kernels import kda_linear as kda_linear_op
@@ -41,7 +42,6 @@ from dspark_kernels import verify_sample as verify_sample_op
 
 P = ParamSpec("P")
 R = TypeVar("R")
-LinearOrder = linear_kda.Order
 MODES = ("auto", "torch", "triton")
 MOST_ROWS = linear_rows_op.MAX_ROWS
 """Rows up to which `linear_rows`, `gated_rows` and `moe_decode` have kernels."""
@@ -82,17 +82,14 @@ class Op:
 
     def pick(self, args: tuple[Any, ...], more: dict[str, Any]) -> Callable[..., Any]:
         """The implementation for these arguments."""
-        mode = _mode()
-        if mode == "torch" or (mode == "auto" and (self.kernel is None or not _on_gpu(args, more))):
+        if not self.preferred(_on_gpu(args, more)):
             self.ran.add("torch")
             return self.reference
-        if mode == "triton":
-            self.demand()
         reason = self.refuses(*args, **more)
         if reason is None:
             self.ran.add("triton")
             return self.triton
-        if mode == "triton":
+        if _mode() == "triton":
             raise UserError(
                 f"DSPARK_OPS=triton, but the kernel of {self.name} does not take this: {reason}; "
                 "use DSPARK_OPS=auto or torch"
@@ -100,16 +97,21 @@ class Op:
         self.ran.add("torch")
         return self.reference
 
-    def demand(self) -> None:
-        """Raises UserError where DSPARK_OPS=triton cannot be met."""
+    def preferred(self, on_gpu: bool) -> bool:
+        """Whether the kernel is to run for tensors there, if it takes them.
+
+        Raises UserError where DSPARK_OPS=triton cannot be met.
+        """
+        mode = _mode()
+        if mode != "triton":
+            return mode == "auto" and self.kernel is not None and on_gpu and _installed()
         if self.kernel is None:
             raise UserError(
                 f"DSPARK_OPS=triton, but {self.name} has no Triton kernel; use DSPARK_OPS=auto or "
                 "torch"
             )
-        usable, why = triton_usable()
-        if not usable:
-            raise UserError(f"DSPARK_OPS=triton, but Triton cannot run here: {why}")
+        _demand_triton()
+        return True
 
 
 _OPS: dict[str, Op] = {}
@@ -128,11 +130,23 @@ def _op(name: str, reference: Callable[P, R], kernel: str | None = None) -> Call
 
 def triton_usable() -> tuple[bool, str]:
     """Whether Triton kernels can run here, and why not."""
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return True, "interpreter"
-    if not torch.cuda.is_available():
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not interpreted and not torch.cuda.is_available():
         return False, "no CUDA or ROCm GPU, and TRITON_INTERPRET is not 1"
-    return True, torch.cuda.get_device_name()
+    if not _installed():
+        return False, "Triton is not installed"
+    return True, "interpreter" if interpreted else torch.cuda.get_device_name()
+
+
+@cache
+def _installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def _demand_triton() -> None:
+    usable, why = triton_usable()
+    if not usable:
+        raise UserError(f"DSPARK_OPS=triton, but Triton cannot run here: {why}")
 
 
 def _mode() -> str:
@@ -148,20 +162,23 @@ def _on_gpu(args: tuple[Any, ...], more: dict[str, Any]) -> bool:
 
 def by_kernel(name: str, tensor: Tensor) -> bool:
     """Whether an op runs as its kernel for tensors beside this one, where the kernel takes them."""
-    mode = _mode()
-    return _OPS[name].kernel is not None and (
-        mode == "triton" or (mode == "auto" and tensor.is_cuda)
-    )
+    return _OPS[name].preferred(tensor.is_cuda)
 
 
 def backends() -> dict[str, str]:
-    """What each op runs with now, where its kernel takes the tensors: ``torch`` or ``triton``."""
+    """What each op runs with now, where its kernel takes the tensors: ``torch`` or ``triton``.
+
+    With ``DSPARK_OPS=triton`` an op without a kernel is ``none``: calling it is an error. Raises
+    UserError where kernels are demanded and none can run.
+    """
     mode = _mode()
     if mode == "triton":
-        for op in _OPS.values():
-            op.demand()
-    kernels = mode == "triton" or (mode == "auto" and torch.cuda.is_available())
-    return {name: "triton" if kernels and op.kernel else "torch" for name, op in _OPS.items()}
+        _demand_triton()
+    kernels = mode == "triton" or (
+        mode == "auto" and torch.cuda.is_available() and triton_usable()[0]
+    )
+    without = "none" if mode == "triton" else "torch"
+    return {name: "triton" if kernels and op.kernel else without for name, op in _OPS.items()}
 
 
 def ran() -> dict[str, str]:
@@ -205,8 +222,6 @@ markov_sample = _op(
 verify_sample = _op(
     "verify_sample", verify_sample_op.verify_sample, "verify_sample_triton:verify_sample"
 )
-Law = law.Law
-probs_of = law.probs_of
 Drafted = markov_sample_op.Drafted
 Judged = verify_sample_op.Judged
 DRAFT_STREAM, JUDGE_STREAM = rng.DRAFT, rng.JUDGE

@@ -23,6 +23,7 @@ def op(monkeypatch: pytest.MonkeyPatch) -> ops.Op:
         triple=lambda x: 3 * x, refuses=lambda x: None if x.dim() == 1 else "not a vector"
     )
     monkeypatch.setattr(ops, "import_module", lambda name: kernels)
+    monkeypatch.setattr(ops, "_installed", lambda: True)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     return made
 
@@ -62,6 +63,30 @@ def test_triton_runs_the_kernel_or_says_why_not(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="Triton cannot run here: no CUDA"):
         _run(op, VECTOR)
+
+
+def test_without_triton_a_gpu_runs_torch_and_a_demand_is_refused(
+    op: ops.Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "_installed", lambda: False)
+    monkeypatch.setattr(ops, "_on_gpu", lambda args, more: True)
+    monkeypatch.delenv("DSPARK_OPS", raising=False)
+    assert _run(op, VECTOR) == [2.0, 4.0]
+    monkeypatch.setenv("DSPARK_OPS", "triton")
+    with pytest.raises(UserError, match="Triton cannot run here: Triton is not installed"):
+        _run(op, VECTOR)
+
+
+def test_a_demand_for_kernels_names_the_ops_that_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is no error by itself: a run that calls none of them is a run by kernels alone."""
+    monkeypatch.setattr(ops, "_installed", lambda: True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("DSPARK_OPS", "triton")
+    found = ops.backends()
+    assert found["kda_step"] == "triton"
+    assert {name for name, runs in found.items() if runs == "none"} == {
+        name for name, op in ops._OPS.items() if op.kernel is None
+    }
 
 
 def test_torch_never_runs_a_kernel(op: ops.Op, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 GROUP = 32
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def dequantise(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
