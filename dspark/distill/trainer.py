@@ -12,7 +12,7 @@ weights change, with the step, the rows and the first bad tensor in one line.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -111,7 +111,7 @@ class Trainer:
         self.drafter.train()
         gradients = self.optimiser.gradients
         epoch, row_ids = self.schedule.step_rows(step)
-        batches = self._batches(self.rows, row_ids, epoch)
+        batches = list(self._batches(self.rows, row_ids, epoch))
         gradients.zero(len(batches))
         sums = zero_sums(self.drafter.config.block_size, self.processes.device)
         tokens, fault = 0, None
@@ -151,24 +151,24 @@ class Trainer:
 
     def _batches(
         self, rows: Sequence[TrainingRow], row_ids: Sequence[int], epoch: int
-    ) -> list[Batch]:
+    ) -> Iterator[Batch]:
+        """Micro-batches of this process, at least one, each made when it is asked for."""
         lengths = {i: len(rows[i].ids) for i in row_ids}
         settings, processes = self.settings, self.processes
         dealt = deal(row_ids, lengths, settings.micro_rows, processes.rank, processes.world)
         scored = settings.anchor_choice != "uniform" and epoch != HELD_OUT_EPOCH
-        batches = (
+        return (
             make_batch(
                 rows, ids, anchors=settings.anchors, seed=settings.seed, epoch=epoch, noise=scored
             )
             for ids in dealt
         )
-        return list(batches)
 
     def _begin(self, step: int) -> None:
         """Have the first micro-batch of a later step made ready meanwhile."""
         if self.processes.device.type == "cuda" and step < self.schedule.total_steps:
             epoch, row_ids = self.schedule.step_rows(step)
-            batch = self._batches(self.rows, row_ids, epoch)[0]
+            batch = next(self._batches(self.rows, row_ids, epoch))
             setup = self.target, self.drafter, batch, self.settings, self.source
             self._ahead.begin(step, partial(prepare, *setup))
 
