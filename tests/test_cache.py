@@ -219,6 +219,18 @@ def test_the_size_is_known_before_and_said(tmp_path: Path, dtype: str) -> None:
     assert "of disk free" in text
 
 
+def test_rows_that_go_together_have_the_states_of_rows_alone(tmp_path: Path) -> None:
+    target, some = Counting(), different()
+    alone, _ = source(tmp_path / "alone", target, some=some)
+    assert target.passes == 12
+    together, _ = source(tmp_path / "together", target, some=some, rows=5)
+    shards = len(list(only_folder(tmp_path / "together").glob("*.safetensors")))
+    assert 12 + 12 / 5 <= target.passes < 12 + 12 / 5 + shards, "whole groups, but for each last"
+    batch = batch_of(some, [0, 11, 5, 3])
+    torch.testing.assert_close(together(batch).taps, alone(batch).taps)
+    torch.testing.assert_close(together(batch).hidden, alone(batch).hidden)
+
+
 def test_more_than_max_gib_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"more than cache\.max_gib, 0\.0001; .*float|.*smaller"):
         source(tmp_path / "states", max_gib=0.0001)

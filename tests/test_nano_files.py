@@ -12,7 +12,7 @@ import pytest
 from dspark.errors import UserError
 from dspark.nano.generate import row
 from dspark.nano.overlap import THRESHOLD, EvaluationIndex, find_hits, read_questions, trigrams
-from dspark.nano.prompts import prompt_files, write_prompts
+from dspark.nano.prompts import more_prompts, prompt_files, write_prompts
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 
@@ -52,7 +52,7 @@ def test_evaluation_files_in_every_layout(tmp_path: Path) -> None:
 
 
 def test_shipped_prompts_are_what_the_generator_writes(tmp_path: Path) -> None:
-    write_prompts(tmp_path)
+    write_prompts(tmp_path, prompt_files())
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["test.jsonl", "train.jsonl", "validation.jsonl"]
     for name in names:
@@ -73,6 +73,17 @@ def test_prompt_files_are_disjoint_and_sized() -> None:
             assert [m["role"] for m in record["messages"]] == ["user"]
             assert set(record) <= {"id", "family", "messages", "answer"}
     assert sum("answer" in r and r["answer"].isdigit() for r in files["test.jsonl"]) >= 300
+
+
+def test_more_prompts_are_training_prompts_that_no_shipped_file_holds() -> None:
+    more = more_prompts(300)
+    questions = {r["messages"][0]["content"] for r in more}
+    shipped = {r["messages"][0]["content"] for rs in prompt_files().values() for r in rs}
+    assert len(more) == len(questions) == 300
+    assert not questions & shipped
+    assert all(str(r["id"]).startswith("train-2-") for r in more)
+    assert more_prompts(20) == more[:20]
+    assert more_prompts(20, seed=3) != more[:20]
 
 
 def test_readme_names_every_shipped_file_with_its_hash() -> None:

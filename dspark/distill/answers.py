@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dspark.runtime.target import Target
 
 PART = 256
-"""Prompts answered between two files."""
+"""Prompts answered between two files, or as many as are answered at once if those are more."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,22 @@ def answer_prompts(
     prompts: Sequence[PromptRow],
     settings: ResponseSettings,
     *,
+    greedy: float = 0.0,
     target_digest: str,
     processes: Processes,
     console: Console,
 ) -> RowSet:
-    """Every process answers its share of the missing parts; all read all parts."""
-    parts = math.ceil(len(prompts) / PART)
+    """Every process answers its share of the missing parts; all read all parts.
+
+    The share `greedy` of the parts is answered at temperature 0.
+    """
+    parts = math.ceil(len(prompts) / max(PART, settings.batch_size))
     jobs = []
     for index in range(parts):
         share = prompts[index::parts]
         own = replace(settings, seed=derived_seed(settings.seed, "answers", index))
+        if int((index + 1) * greedy) > int(index * greedy):
+            own = replace(own, temperature=0.0)
         path = folder / f"part-{index:03d}-of-{parts:03d}.jsonl"
         jobs.append((path, share, own, cache_key(target_digest, tokenizer, share, own)))
     mine = jobs[processes.rank :: processes.world]

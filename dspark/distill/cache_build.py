@@ -37,7 +37,7 @@ from dspark.distill.processes import Processes
 from dspark.distill.progress import Reporter
 from dspark.distill.settings import CacheSettings
 from dspark.distill.state import sha256
-from dspark.distill.taps import target_features
+from dspark.distill.taps import Features, target_features
 from dspark.errors import UserError
 from dspark.files import atomic_file, atomic_write_json
 from dspark.runtime.target import Target
@@ -75,6 +75,7 @@ def cached_features(
         "tap_ids": list(taps.layer_ids),
         "tap_kind": taps.kind,
         "device": target.device.type,
+        "rows_of_a_pass": settings.rows,
     }
     plan = plan_cache(root, [row.ids for row in rows], codec, everything)
     _check_size(plan, settings.max_gib, console)
@@ -188,15 +189,26 @@ def _write_shard(folder: Path, shard: Shard, tensors: dict[str, Tensor]) -> None
 def _states(
     plan: CachePlan, shard: Shard, target: Target, taps: TapSet, reporter: Reporter
 ) -> dict[str, Tensor]:
-    """The tensors of a shard: its rows one after another, each run through the target alone."""
-    rows: list[dict[str, Tensor]] = []
-    for at in range(shard.first, shard.last):
-        ids = plan.rows[at]
-        row = TrainingRow(ids, (False,) * len(ids))
-        batch = make_batch([row], [0], anchors=1, seed=0, epoch=0).to(target.device)
-        rows.append(plan.codec.encode(target_features(target, replace(batch, row_ids=(at,)), taps)))
-        reporter.advance(by=len(ids))
-    return {name: torch.cat([row[name] for row in rows]) for name in plan.codec.names}
+    """The tensors of a shard: its rows one after another.
+
+    As many as the plan says go through the target together, rows of like length. Who goes with
+    whom depends on the shard alone, so a shard that is made again has the same states.
+    """
+    made: dict[int, dict[str, Tensor]] = {}
+    by_length = sorted(range(shard.first, shard.last), key=lambda at: (len(plan.rows[at]), at))
+    for first in range(0, len(by_length), plan.key["rows_of_a_pass"]):
+        group = by_length[first : first + plan.key["rows_of_a_pass"]]
+        rows = [TrainingRow(plan.rows[at], (False,) * len(plan.rows[at])) for at in group]
+        batch = make_batch(rows, range(len(rows)), anchors=1, seed=0, epoch=0).to(target.device)
+        found = target_features(target, replace(batch, row_ids=tuple(group)), taps)
+        for at, row, taken, hidden in zip(group, rows, found.taps, found.hidden, strict=True):
+            size = len(row.ids)
+            made[at] = plan.codec.encode(Features(taken[None, :size], hidden[None, :size]))
+            reporter.advance(by=size)
+    return {
+        name: torch.cat([made[at][name] for at in range(shard.first, shard.last)])
+        for name in plan.codec.names
+    }
 
 
 def _write_manifest(plan: CachePlan) -> None:

@@ -112,6 +112,7 @@ def _run(config: DistillConfig, processes: Processes, console: Console) -> Path:
         loaded.tokenizer,
         choose_prompts(prompts.rows, config.data.max_prompts),
         response_settings(config.data, config.data_seed),
+        greedy=config.data.greedy,
         target_digest=target_digest,
         processes=processes,
         console=console,

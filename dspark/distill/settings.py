@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from dspark.distill.options import check, check_at_least, option
-from dspark.draft.config import BACKBONES, MARKOV_HEAD_TYPES
+from dspark.draft.config import MARKOV_HEAD_TYPES
+from dspark.draft.kinds import BACKBONES, backbone_names
 from dspark.draft.shapes import GLA, INIT_SCALES
 
 INITS = ("random", "target")
@@ -52,6 +53,7 @@ class DataSettings:
     )
     template: str | None = option(None, "chat template: a file or a shipped name; null: target's")
     temperature: float = option(1.0, "of the answers; 1 is the distribution that TV is measured on")
+    greedy: float = option(0.0, "share of the prompts answered at temperature 0, by whole parts")
     top_p: float = option(1.0, "nucleus of the answers; 1 keeps everything")
     top_k: int = option(0, "top-k of the answers; 0 keeps everything")
     max_new_tokens: int = option(224, "longest answer, in tokens")
@@ -70,6 +72,7 @@ class DataSettings:
             self.responses in ("regenerate", "given"),
             f"data.responses is {self.responses!r}: expected regenerate or given",
         )
+        check(0 <= self.greedy <= 1, f"data.greedy is {self.greedy}: expected a share of 0 to 1")
         check(0 < self.top_p <= 1, f"data.top_p is {self.top_p}: expected 0 < top_p <= 1")
         check(
             self.max_prompts is None or self.held_out < self.max_prompts,
@@ -122,7 +125,7 @@ class DrafterSettings:
             "mla_q_rank", "mla_kv_rank", "kda_conv", "kda_gate_rank", "draft_vocab",
         )  # fmt: skip
         words = {
-            "backbone": BACKBONES,
+            "backbone": backbone_names(),
             "head": MARKOV_HEAD_TYPES,
             "init": INITS,
             "init_scale": INIT_SCALES,
@@ -182,6 +185,9 @@ class CacheSettings:
     dtype: str = option("bfloat16", "float32 | bfloat16 | float8 (e4m3, a scale per token and tap)")
     dir: str | None = option(None, "folder of the states, which runs may share; null: in the run's")
     max_gib: float = option(50.0, "largest cache that is written; a larger one is refused")
+    rows: int = option(
+        1, "rows that go through the target together; states change in the last bits"
+    )
 
     def __post_init__(self) -> None:
         check(
@@ -194,6 +200,7 @@ class CacheSettings:
         )
         check(self.dir != "", "cache.dir is empty: expected a folder, or null")
         check_at_least("cache", self, 0, "max_gib")
+        check_at_least("cache", self, 1, "rows")
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,17 @@
 problems and 50 instructions. `answer` is given where one answer is right. No question occurs twice.
 
     python -m dspark.nano.prompts --out data/prompts
+    python -m dspark.nano.prompts --out runs/prompts --more 16000
+
+The second writes `more.jsonl` alone: training prompts whose questions are in no shipped file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -22,6 +26,10 @@ SIZES = {"train": 2000, "validation": 200}
 TEST_PROBLEMS, TEST_INSTRUCTIONS = 300, 50
 
 
+MORE_SEED = 2
+"""Of training prompts beyond the shipped ones."""
+
+
 def _record(name: str, question: str, family: str, answer: str | None) -> dict[str, object]:
     record: dict[str, object] = {
         "id": name,
@@ -31,8 +39,8 @@ def _record(name: str, question: str, family: str, answer: str | None) -> dict[s
     return record if answer is None else {**record, "answer": answer}
 
 
-def _mixed(split: str, index: int) -> dict[str, object]:
-    made = row(PROMPT_SEED, index, split)
+def _mixed(split: str, index: int, seed: int = PROMPT_SEED) -> dict[str, object]:
+    made = row(seed, index, split)
     return _record(made.id, made.messages[0]["content"], made.family, made.answer)
 
 
@@ -44,14 +52,22 @@ def _test(kind: str, index: int) -> dict[str, object]:
     return _record(name, made.question, made.family, made.answer)
 
 
+def _question(record: dict[str, object]) -> str:
+    return json.dumps(record["messages"])
+
+
 def _distinct(
-    make: Callable[[str, int], dict[str, object]], kind: str, size: int
+    make: Callable[[str, int], dict[str, object]],
+    kind: str,
+    size: int,
+    known: Collection[str] = (),
 ) -> list[dict[str, object]]:
-    """The first `size` records of `make` whose questions differ."""
+    """The first `size` records of `make` whose questions differ, and are none of `known`."""
     records: dict[str, dict[str, object]] = {}
     for index in count():
         record = make(kind, index)
-        records.setdefault(json.dumps(record["messages"]), record)
+        if _question(record) not in known:
+            records.setdefault(_question(record), record)
         if len(records) == size:
             return list(records.values())
     raise AssertionError("unreachable: the indices never end")
@@ -67,18 +83,35 @@ def prompt_files() -> dict[str, list[dict[str, object]]]:
     return files
 
 
-def write_prompts(folder: Path) -> None:
-    """Write all prompt files into `folder`."""
+def more_prompts(size: int, seed: int = MORE_SEED) -> list[dict[str, object]]:
+    """`size` training prompts of the mixture whose questions are in no shipped file."""
+    shipped = {_question(record) for records in prompt_files().values() for record in records}
+    return _distinct(partial(_mixed, seed=seed), "train", size, shipped)
+
+
+def write_prompts(folder: Path, files: Mapping[str, Sequence[dict[str, object]]]) -> None:
+    """Write prompt files (name -> records) into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, records in prompt_files().items():
+    for name, records in files.items():
         lines = (json.dumps(record, ensure_ascii=False) for record in records)
         (folder / name).write_text("\n".join(lines) + "\n", "utf-8")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the shipped prompt files.")
+    parser = argparse.ArgumentParser(description="Write prompt files.")
     parser.add_argument("--out", type=Path, required=True, help="folder, for example data/prompts")
-    write_prompts(parser.parse_args().out)
+    parser.add_argument("--more", type=_positive, help="write so many further training prompts")
+    parser.add_argument("--seed", type=int, default=MORE_SEED, help="of --more")
+    given = parser.parse_args()
+    files = {"more.jsonl": more_prompts(given.more, given.seed)} if given.more else prompt_files()
+    write_prompts(given.out, files)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no count of prompts; give 1 or more")
+    return value
 
 
 if __name__ == "__main__":
