@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dspark.draft.config import DraftConfig
 from dspark.draft.context import DraftContext
+from dspark.draft.kinds import registered
 from dspark.k3.storage import Storage
 
 Context = TypeVar("Context", bound=DraftContext)
@@ -78,6 +79,8 @@ def build_layers(config: DraftConfig) -> nn.ModuleList:
         from dspark.draft.kda import KDALayer
 
         return nn.ModuleList(KDALayer(config) for _ in range(config.num_layers))
+    if (kind := registered(config.backbone)) is not None:
+        return kind.layers(config)
     raise ValueError(f"backbone: {config.backbone!r} has no layers here")
 
 
@@ -95,4 +98,6 @@ def build_backbone(config: DraftConfig, layers: nn.ModuleList) -> Backbone:
         from dspark.draft.mla_backbone import MLABackbone
 
         return MLABackbone(config, layers)
+    if (kind := registered(config.backbone)) is not None:
+        return kind.run(config, layers)
     raise ValueError(f"backbone: {config.backbone!r} cannot be run here")

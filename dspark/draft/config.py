@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+from dspark.draft.kinds import backbone_names
 from dspark.draft.record import TargetRecord
 from dspark.draft.shapes import (
     ACTIVATIONS,
@@ -25,7 +26,6 @@ from dspark.draft.shapes import (
 )
 from dspark.taps import TAP_KINDS, TapSet
 
-BACKBONES = ("attention", "mla", "kda")
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 LAYER_ID_ORIGIN = "completed_layer_0_based"
 
@@ -60,7 +60,8 @@ class DraftConfig:
         sample_from_anchor: Slot 0, the anchor, already predicts. The only layout built here.
         layer_id_origin: Written into every checkpoint, so that nobody has to guess an offset.
         target: Which target it was distilled from, where known.
-        backbone: One of `BACKBONES`. `mla` and `kda` have as many key heads as query heads.
+        backbone: `attention`, `mla`, `kda`, or a registered one (`kinds.py`). All but `attention`
+            have as many key heads as query heads.
         yarn: Scaling of rotary positions; None is rope type `default`.
         sliding_window: Context positions that a `sliding_attention` layer sees: the last so many
             before the anchor, the same ones for every slot of the block.
@@ -183,9 +184,10 @@ class DraftConfig:
             )
 
     def _check_backbone(self) -> None:
-        if self.backbone not in BACKBONES:
+        names = backbone_names()
+        if self.backbone not in names:
             raise ValueError(
-                f"backbone: {self.backbone!r} is unknown, expected one of {', '.join(BACKBONES)}"
+                f"backbone: {self.backbone!r} is unknown, expected one of {', '.join(names)}"
             )
         for name in ("mla", "kda"):
             if (getattr(self, name) is None) == (self.backbone == name):

@@ -14,6 +14,7 @@ import torch
 
 from dspark import __version__
 from dspark.draft.config import DraftConfig
+from dspark.draft.kinds import registered
 from dspark.draft.record import record_from_dict, record_to_dict
 from dspark.draft.rope_file import rope_from_dict, rope_to_dict
 from dspark.draft.shapes import KDAShape, MLAShape
@@ -114,7 +115,7 @@ def config_to_dict(config: DraftConfig, *, dtype: torch.dtype, with_copies: bool
     standard = DEEPSPEC_ARCHITECTURE if with_copies else ARCHITECTURE
     nest = {key: flat[key] for key in NESTED_KEYS}
     return {
-        "architectures": [OWN_ARCHITECTURES.get(config.backbone, standard)],
+        "architectures": [_own_architecture(config.backbone, standard)],
         "model_type": "qwen3" if attention else f"dspark_{config.backbone}",
         **flat,
         **FIXED,
@@ -189,10 +190,17 @@ def _shape(name: str, raw: Any, shape: type[MLAShape] | type[KDAShape]) -> MLASh
     return shape(**raw)
 
 
+def _own_architecture(backbone: str, standard: str) -> str:
+    """Serving engines must not take for theirs what only dspark runs."""
+    if registered(backbone) is not None:
+        return f"DSpark_{backbone}_DraftModel"
+    return OWN_ARCHITECTURES.get(backbone, standard)
+
+
 def _architecture(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures")
     backbone = raw.get("backbone") or "attention"
-    known = [OWN_ARCHITECTURES.get(str(backbone), ARCHITECTURE)]
+    known = [_own_architecture(str(backbone), ARCHITECTURE)]
     if backbone == "attention":
         known.append(DEEPSPEC_ARCHITECTURE)
     if not isinstance(names, list) or not any(name in known for name in names):

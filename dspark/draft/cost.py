@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from dspark.draft.config import DraftConfig
+from dspark.draft.kinds import registered
 from dspark.draft.model import DSparkDrafter
 
 W1, W2 = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
@@ -64,6 +65,8 @@ def context_bytes(config: DraftConfig, length: int, dtype: torch.dtype) -> int:
             that does not grow.
         dtype: Of keys, values and latents (`kda` keeps its state in float32).
     """
+    if (kind := registered(config.backbone)) is not None:
+        return kind.context_bytes(config, length, dtype)
     if config.kda is not None:
         width = config.num_attention_heads * config.head_dim
         state = width * config.head_dim * torch.float32.itemsize

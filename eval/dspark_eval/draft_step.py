@@ -32,9 +32,9 @@ from dspark import ops
 from dspark.devices import find_device
 from dspark.draft import DraftConfig, DSparkDrafter
 from dspark.draft.attention_context import AttentionContext
-from dspark.draft.config import BACKBONES
 from dspark.draft.context import DraftContext
 from dspark.draft.kda_context import KDAContext
+from dspark.draft.kinds import BACKBONES
 from dspark.draft.mla_context import MLAContext
 from dspark.draft.shapes import KDAShape, MLAShape
 from dspark.errors import UserError

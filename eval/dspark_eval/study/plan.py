@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.distill.config import load_config
-from dspark.draft.config import BACKBONES
+from dspark.draft.kinds import BACKBONES
 from dspark.errors import UserError
 from dspark_eval.study.arms import Arm, Settings, Study
 
