@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark.runtime.records import Generation, RoundRecord
-from dspark_eval import metrics
+from dspark_eval import metrics, profiles
 
 
 def record(verified: int, accepted: int, *, ended: bool = False, drafted: int | None = None):
@@ -200,7 +200,7 @@ def test_loops_are_found_and_taken_out():
 def test_context_buckets_follow_the_answer_across_an_edge():
     """A prompt of 126 tokens: the anchors of its rounds stand at 126, 130 and 132."""
     rounds = [record(3, 3), record(3, 1), record(3, 0)]
-    buckets = metrics.context_buckets([126, 600], [rounds, [record(3, 0)]])
+    buckets = profiles.context_buckets([126, 600], [rounds, [record(3, 0)]])
     assert [(b.low, b.high, b.rounds, b.accepted_length) for b in buckets] == [
         (0, 128, 1, 4.0),
         (128, 512, 2, 1.5),

@@ -17,14 +17,16 @@ from dspark.files import atomic_write_json, prepare_folder
 from dspark.runtime.confidence import confidence_rounds
 from dspark.runtime.records import RoundRecord
 from dspark.runtime.sampling import SamplingParams
-from dspark_eval import metrics, outcomes
+from dspark_eval import metrics, outcomes, profiles
 from dspark_eval.costs import Costs, find_costs
 from dspark_eval.document import SCHEMA_VERSION, run_document
 from dspark_eval.drafting import Drafted
 from dspark_eval.grading import exact_answers
 from dspark_eval.lengths import long_contexts, require_proposals
+from dspark_eval.lengths_by_entropy import lengths_by_entropy
 from dspark_eval.pair import Pair, load_pair
 from dspark_eval.report import print_eval, progress
+from dspark_eval.samples import asked, samples
 from dspark_eval.settings import EvalOptions
 from dspark_eval.speed import PromptTimings, hash_tokens, summarize
 from dspark_eval.suites import Suite, load_suites
@@ -152,7 +154,7 @@ def _eval_suite(
         decode = pair.speculative_after(prompts, sampling, most, replace(drafted, relaxed=None))
         strict = [decode(prompt, options.seed + index) for index, prompt in enumerate(prompts)]
         lossless = exact_answers(pair, suite, strict)
-    buckets = metrics.context_buckets([entry.prompt_length for entry in timings], by_prompt)
+    buckets = profiles.context_buckets([entry.prompt_length for entry in timings], by_prompt)
     return {
         **run_document(
             pair,
@@ -175,6 +177,8 @@ def _eval_suite(
         "finished_share": sum(answer.finish == "end" for answer in answers) / len(answers),
         "exact_answers": exact,
         "confidence": confidence_report(pair, sampling, by_prompt),
+        "lengths_by_entropy": lengths_by_entropy(metrics.pool(by_prompt)),
+        "samples": samples(asked(suite, answers), pair.chat.tokenizer),
     }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from dspark.errors import UserError
 from dspark.wording import counted
-from dspark_eval import metrics
+from dspark_eval import profiles
 from dspark_eval.pair import Pair
 from dspark_eval.speed import PromptTimings
 
@@ -35,7 +35,7 @@ def long_contexts(pair: Pair, timings: Sequence[PromptTimings]) -> list[str]:
         return []
     lengths = [timing.prompt_length for timing in timings for _ in timing.speculative]
     rounds = [answer.rounds for timing in timings for answer in timing.speculative]
-    buckets = {b.low: b for b in metrics.context_buckets(lengths, rounds, (limit,))}
+    buckets = {b.low: b for b in profiles.context_buckets(lengths, rounds, (limit,))}
     if limit not in buckets:
         return []
     total = sum(bucket.rounds for bucket in buckets.values())

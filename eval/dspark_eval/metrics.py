@@ -6,28 +6,35 @@ correction token, or a when the answer ends inside the accepted run. R rounds in
 token of an answer comes from prefill and belongs to no round: sum e + 1 = tokens of the answer.
 
 All figures are pooled: sums over every round of every prompt, then one division. The mean of
-per-prompt means weighs short answers more and is not what the DSpark paper prints. Rounds of one
-prompt resemble each other, so intervals resample prompts, never rounds.
+per-prompt means weighs short answers more and is not what the DSpark paper prints. A figure that
+has nothing to divide by is None ("not measured"), never 0.
 
-A figure that has nothing to divide by is None ("not measured"), never 0.
+Papers: Leviathan et al. 2023 (acceptance, speed-up), Sun et al. 2024 (block efficiency), the DSpark
+paper (accepted length, conditional acceptance). Beside this file, one definition each:
+
+    intervals      n, spread and interval of every mean, two drafters in pairs
+    profiles       by context length, by entropy
+    sweeps         by confidence threshold; goodput by concurrency
+    outcomes       levels and bands: how rounds ended, what became of positions
+    confidence     reliability, ECE and AUC, of survival and of each position
+    speed          tokens per second, speed-up against plain decoding, break-even
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from dspark.loops import is_loop
 from dspark.runtime.records import Generation, RoundRecord
-
-MIN_PROMPTS = 30
-CONTEXT_EDGES = (128, 512, 2048, 8192, 32768)  # tokens; 2k, 8k and 32k are the usual buckets
-BOOTSTRAP_RESAMPLES = 2000
+from dspark_eval.intervals import MIN_PROMPTS as MIN_PROMPTS
+from dspark_eval.intervals import Estimate, Interval, Paired, estimate, paired
+from dspark_eval.intervals import bootstrap_ci95 as bootstrap_ci95
+from dspark_eval.intervals import ratio_ci95 as ratio_ci95
+from dspark_eval.intervals import sample_size_warnings as sample_size_warnings
 
 Rounds = Sequence[RoundRecord]
-Interval = tuple[float, float]
 
 
 def pool(rounds_by_prompt: Iterable[Rounds]) -> list[RoundRecord]:
@@ -42,38 +49,102 @@ def _ratio(numerator: float, denominator: float) -> float | None:
 # ------------------------------------------------------------------ figures over pooled rounds
 
 
+Counts = tuple[float, float]
+
+FIGURES: dict[str, Callable[[Rounds], Counts]] = {
+    "accepted_length": lambda rounds: (sum(r.emitted for r in rounds), len(rounds)),
+    "accepted_length_without_bonus": lambda rounds: (
+        sum(r.accepted + r.sibling for r in rounds),
+        len(rounds),
+    ),
+    "acceptance_rate": lambda rounds: (
+        sum(r.accepted for r in rounds),
+        sum(r.verified for r in rounds),
+    ),
+    "acceptance_rate_with_bonus": lambda rounds: (
+        sum(r.emitted for r in rounds),
+        sum(r.verified + 1 for r in rounds),
+    ),
+    "draft_length_mean": lambda rounds: (sum(r.verified for r in rounds), len(rounds)),
+    "rows_per_round": lambda rounds: (sum(r.target_rows for r in rounds), len(rounds)),
+    "sibling_rate": lambda rounds: (sum(r.sibling for r in rounds), len(rounds)),
+    "draft_share": lambda rounds: (
+        sum(r.draft_s for r in rounds),
+        sum(r.draft_s + r.verify_s + r.other_s for r in rounds),
+    ),
+}
+"""Numerator and denominator of each figure, of one prompt's rounds or of all."""
+
+
 def accepted_length(rounds: Rounds) -> float | None:
     """tau = sum e / R, tokens committed per round with the bonus or correction token.
 
     Printed as accepted length by the DSpark paper, DeepSpec (`accept_len`) and SGLang, and as
     "mean acceptance length" by vLLM.
     """
-    return _ratio(sum(r.emitted for r in rounds), len(rounds))
+    return _ratio(*FIGURES["accepted_length"](rounds))
+
+
+def accepted_length_without_bonus(rounds: Rounds) -> float | None:
+    """Draft tokens that the user receives per round, sum a / R, an accepted sibling among them.
+
+    tau less one, but for rounds that an accepted end token closed: those have no bonus. vLLM's
+    accepted tokens over drafts.
+    """
+    return _ratio(*FIGURES["accepted_length_without_bonus"](rounds))
 
 
 def acceptance_rate(rounds: Rounds) -> float | None:
     """sum a / sum k, accepted over verified draft tokens; vLLM, llama.cpp, dspark-mlx print it."""
-    return _ratio(sum(r.accepted for r in rounds), sum(r.verified for r in rounds))
+    return _ratio(*FIGURES["acceptance_rate"](rounds))
 
 
 def acceptance_rate_with_bonus(rounds: Rounds) -> float | None:
     """sum e / (sum k + R), the bonus token on both sides. The paper and DeepSpec print it."""
-    return _ratio(sum(r.emitted for r in rounds), sum(r.verified + 1 for r in rounds))
+    return _ratio(*FIGURES["acceptance_rate_with_bonus"](rounds))
 
 
 def sibling_rate(rounds: Rounds) -> float | None:
     """Rounds that an accepted sibling ended, over all rounds. `acceptance_rate` counts none."""
-    return _ratio(sum(r.sibling for r in rounds), len(rounds))
+    return _ratio(*FIGURES["sibling_rate"](rounds))
 
 
 def rows_per_round(rounds: Rounds) -> float | None:
     """Rows of a verify pass: anchor, primaries, siblings, and padding where there was any."""
-    return _ratio(sum(r.target_rows for r in rounds), len(rounds))
+    return _ratio(*FIGURES["rows_per_round"](rounds))
 
 
 def draft_length_mean(rounds: Rounds) -> float | None:
     """sum k / R, draft tokens put before the target per round."""
-    return _ratio(sum(r.verified for r in rounds), len(rounds))
+    return _ratio(*FIGURES["draft_length_mean"](rounds))
+
+
+def draft_share(rounds: Rounds) -> float | None:
+    """Seconds of drafting (feeding the drafter's context included) over all seconds of rounds."""
+    return _ratio(*FIGURES["draft_share"](rounds))
+
+
+def block_efficiency(generations: Sequence[Generation]) -> float | None:
+    """Tokens per serial pass of the target, (sum e + 1) / (R + 1), prefill being one pass.
+
+    Sun et al. 2024 and SpecTr (2023) print it. Below tau, towards which it grows with the length of
+    the answers.
+    """
+    counts = [_passes(g) for g in generations]
+    return _ratio(sum(tokens for tokens, _ in counts), sum(passes for _, passes in counts))
+
+
+def _passes(generation: Generation) -> Counts:
+    return len(generation.tokens), 1 + len(generation.rounds)
+
+
+def _conditional(rounds: Rounds, j: int) -> Counts:
+    reached = [r for r in rounds if r.accepted >= j - 1 and r.verified >= j]
+    return sum(r.accepted >= j for r in reached), len(reached)
+
+
+def _survived(rounds: Rounds, j: int) -> Counts:
+    return sum(r.accepted >= j for r in rounds), sum(r.verified >= j for r in rounds)
 
 
 def conditional_acceptance(rounds: Rounds) -> list[float | None]:
@@ -82,13 +153,7 @@ def conditional_acceptance(rounds: Rounds) -> list[float | None]:
     The probability that position j is accepted once all before it were. None where no round got
     that far.
     """
-    return [
-        _ratio(
-            sum(r.accepted >= j for r in rounds),
-            sum(r.accepted >= j - 1 and r.verified >= j for r in rounds),
-        )
-        for j in range(1, _longest(rounds) + 1)
-    ]
+    return [_ratio(*_conditional(rounds, j)) for j in range(1, _longest(rounds) + 1)]
 
 
 def prefix_survival(rounds: Rounds) -> list[float | None]:
@@ -96,10 +161,7 @@ def prefix_survival(rounds: Rounds) -> list[float | None]:
 
     When every round verifies the same k and none ends early, tau = 1 + sum_j S_j.
     """
-    return [
-        _ratio(sum(r.accepted >= j for r in rounds), sum(r.verified >= j for r in rounds))
-        for j in range(1, _longest(rounds) + 1)
-    ]
+    return [_ratio(*_survived(rounds, j)) for j in range(1, _longest(rounds) + 1)]
 
 
 def _longest(rounds: Rounds) -> int:
@@ -132,59 +194,57 @@ def accepted_length_percentiles(rounds_by_prompt: Sequence[Rounds]) -> dict[str,
     return {"p10": float(low), "p50": float(middle), "p90": float(high)}
 
 
-def bootstrap_ci95(
-    per_prompt: np.ndarray | Sequence[Sequence[float]],
-    statistic: Callable[[np.ndarray], np.ndarray],
-    *,
-    seed: int = 0,
-    resamples: int = BOOTSTRAP_RESAMPLES,
-) -> Interval | None:
-    """95 % percentile interval of a statistic of sums, resampling prompts with replacement.
-
-    per_prompt: n rows of c sums (tokens, seconds, ...). statistic maps the c columns [c, B] of
-    resampled sums to B values. Drawing n prompts with replacement is drawing how often each one
-    counts, so one multinomial matrix [B, n] times the rows [n, c] gives every resample at once.
-    None below two prompts: one prompt says nothing about the next.
-    """
-    rows = np.asarray(per_prompt, dtype=np.float64)
-    if len(rows) < 2:
-        return None
-    n = len(rows)
-    counts = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=resamples)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        values = statistic((counts @ rows).T)
-    values = values[np.isfinite(values)]
-    if values.size == 0:
-        return None
-    low, high = np.percentile(values, (2.5, 97.5))
-    return float(low), float(high)
-
-
-def ratio_ci95(
-    numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0
-) -> Interval | None:
-    """95 % interval of sum numerators / sum denominators, one pair for each prompt."""
-    pairs = list(zip(numerators, denominators, strict=True))
-    return bootstrap_ci95(pairs, lambda sums: sums[0] / sums[1], seed=seed)
-
-
 def accepted_length_ci95(rounds_by_prompt: Sequence[Rounds], *, seed: int = 0) -> Interval | None:
     """95 % interval of tau over prompts."""
     emitted = [sum(r.emitted for r in rounds) for rounds in rounds_by_prompt]
     return ratio_ci95(emitted, [len(rounds) for rounds in rounds_by_prompt], seed=seed)
 
 
-def sample_size_warnings(n_prompts: int) -> list[str]:
-    """A sentence to print when there are too few prompts for the figures to mean much."""
-    if n_prompts >= MIN_PROMPTS:
-        return []
-    return [
-        f"few prompts ({n_prompts}): below {MIN_PROMPTS} the topic of the prompts moves accepted "
-        "length more than the drafter does"
+def estimates(by_prompt: Sequence[Sequence[Generation]], *, seed: int = 0) -> dict[str, Estimate]:
+    """Every figure of this file with n, spread over prompts and interval; the answers by prompt."""
+    rounds = [pool(g.rounds for g in answers) for answers in by_prompt]
+    counts = {name: [of(held) for held in rounds] for name, of in FIGURES.items()}
+    answers = [list(answers) for answers in by_prompt]
+    counts["block_efficiency"] = [_sums(map(_passes, held)) for held in answers]
+    counts["loop_share"] = [(sum(is_loop(g.tokens) for g in held), len(held)) for held in answers]
+    counts["finished_share"] = [
+        (sum(g.finish == "end" for g in held), len(held)) for held in answers
     ]
+    return {name: _estimate(pairs, seed) for name, pairs in counts.items()}
 
 
-# ------------------------------------------------------------------ loops and context length
+def _sums(counts: Iterable[Counts]) -> Counts:
+    pairs = list(counts)
+    return sum(top for top, _ in pairs), sum(bottom for _, bottom in pairs)
+
+
+def _estimate(counts: Sequence[Counts], seed: int) -> Estimate:
+    return estimate([top for top, _ in counts], [bottom for _, bottom in counts], seed=seed)
+
+
+def position_estimates(
+    rounds_by_prompt: Sequence[Rounds], *, seed: int = 0
+) -> dict[str, list[Estimate]]:
+    """`conditional_acceptance` and `prefix_survival` by position, each with its n and interval."""
+    longest = _longest(pool(rounds_by_prompt))
+    found: dict[str, list[Estimate]] = {}
+    for name, of in (("conditional_acceptance", _conditional), ("prefix_survival", _survived)):
+        found[name] = [
+            _estimate([of(rounds, j) for rounds in rounds_by_prompt], seed)
+            for j in range(1, longest + 1)
+        ]
+    return found
+
+
+def compare(
+    ours: Sequence[Rounds], theirs: Sequence[Rounds], figure: str = "accepted_length", seed: int = 0
+) -> Paired:
+    """One of `FIGURES` of two drafters on the same prompts, in pairs."""
+    of = FIGURES[figure]
+    return paired([of(rounds) for rounds in ours], [of(rounds) for rounds in theirs], seed=seed)
+
+
+# ------------------------------------------------------------------ loops
 
 
 def loop_share(answers: Sequence[Sequence[int]]) -> float | None:
@@ -195,36 +255,6 @@ def loop_share(answers: Sequence[Sequence[int]]) -> float | None:
 def accepted_length_without_loops(generations: Sequence[Generation]) -> float | None:
     """tau over the answers that do not loop."""
     return accepted_length(pool(g.rounds for g in generations if not is_loop(g.tokens)))
-
-
-@dataclass(frozen=True)
-class ContextBucket:
-    """Rounds whose context length at the anchor lies in [low, high) tokens; high None = no end."""
-
-    low: int
-    high: int | None
-    rounds: int
-    accepted_length: float | None
-    acceptance_rate: float | None
-
-
-def context_buckets(
-    prompt_lengths: Sequence[int],
-    rounds_by_prompt: Sequence[Rounds],
-    edges: Sequence[int] = CONTEXT_EDGES,
-) -> list[ContextBucket]:
-    """tau by context length: the tokens in front of a round's anchor. Empty buckets left out."""
-    held: list[list[RoundRecord]] = [[] for _ in range(len(edges) + 1)]
-    for length, rounds in zip(prompt_lengths, rounds_by_prompt, strict=True):
-        context = length  # the first anchor is the first token of the answer
-        for record in rounds:
-            held[int(np.searchsorted(edges, context, side="right"))].append(record)
-            context += record.emitted
-    return [
-        ContextBucket(low, high, len(rounds), accepted_length(rounds), acceptance_rate(rounds))
-        for low, high, rounds in zip((0, *edges), (*edges, None), held, strict=True)
-        if rounds
-    ]
 
 
 # ------------------------------------------------------------------ the records themselves

@@ -1,0 +1,179 @@
+"""How sure a figure is: its n, its spread over prompts, its interval, and comparisons in pairs.
+
+Every figure is a ratio of sums over prompts, sum x_i / sum y_i (tokens over rounds, answers over
+prompts). Rounds of one prompt resemble each other, so prompts are resampled, never rounds:
+
+    spread      standard deviation over prompts of x_i / y_i
+    interval    2.5 and 97.5 percentile of (sum x) / (sum y) over 2,000 draws of n prompts, with
+                replacement (percentile bootstrap: Efron 1979; of ratios of counts: Davison and
+                Hinkley 1997, 2.4)
+    in pairs    two drafters on the same prompts: a resampled prompt brings the counts of both, so
+                that easy and hard prompts do not count as differences between drafters
+
+Below `MIN_PROMPTS` prompts the interval itself is not to be relied on, and `few` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MIN_PROMPTS = 30
+BOOTSTRAP_RESAMPLES = 2000
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One figure and how sure it is.
+
+    value      sum x / sum y; None: nothing to divide by
+    n          sum y, what the mean is over: rounds, drafted tokens, answers
+    n_prompts  prompts that have any of it
+    spread     standard deviation over those prompts, None below two
+    ci95       interval over prompts, None below two
+    few        fewer than `MIN_PROMPTS` prompts
+    """
+
+    value: float | None
+    n: float
+    n_prompts: int
+    spread: float | None
+    ci95: Interval | None
+    few: bool
+
+
+@dataclass(frozen=True)
+class Paired:
+    """One figure of two drafters on the same prompts.
+
+    ratio and difference of the pooled figures, ours over and less theirs, with paired intervals;
+    `wins` is the share of prompts on which ours is higher, equal ones counting half. `clear`: the
+    interval of the ratio does not hold 1.
+    """
+
+    ours: float | None
+    theirs: float | None
+    ratio: float | None
+    ratio_ci95: Interval | None
+    difference: float | None
+    difference_ci95: Interval | None
+    wins: float | None
+    n_prompts: int
+    few: bool
+
+    @property
+    def clear(self) -> bool:
+        return self.ratio_ci95 is not None and not self.ratio_ci95[0] <= 1 <= self.ratio_ci95[1]
+
+
+def estimate(
+    numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0
+) -> Estimate:
+    """sum numerators / sum denominators, one pair for each prompt, with everything about it."""
+    rows = np.array(list(zip(numerators, denominators, strict=True)), dtype=np.float64)
+    rows = rows.reshape(-1, 2)
+    rows = rows[rows[:, 1] > 0]
+    n, total = len(rows), rows.sum(axis=0)
+    each = rows[:, 0] / rows[:, 1]
+    return Estimate(
+        value=float(total[0] / total[1]) if n else None,
+        n=float(total[1]),
+        n_prompts=n,
+        spread=float(each.std(ddof=1)) if n > 1 else None,
+        ci95=bootstrap_ci95(rows, _ratio, seed=seed),
+        few=n < MIN_PROMPTS,
+    )
+
+
+def paired(
+    ours: Sequence[tuple[float, float]], theirs: Sequence[tuple[float, float]], *, seed: int = 0
+) -> Paired:
+    """Compare two pooled ratios on the same prompts, each prompt a (numerator, denominator).
+
+    Prompts on which either has nothing to divide by are left out of both. Raises ValueError if
+    the two have not as many prompts.
+    """
+    if len(ours) != len(theirs):
+        raise ValueError(f"{len(ours)} prompts of ours, {len(theirs)} of theirs: not the same")
+    rows = np.array([(*a, *b) for a, b in zip(ours, theirs, strict=True)], dtype=np.float64)
+    rows = rows.reshape(-1, 4)
+    rows = rows[(rows[:, 1] > 0) & (rows[:, 3] > 0)]
+    n = len(rows)
+    if not n:
+        return Paired(None, None, None, None, None, None, None, 0, True)
+    sums = rows.sum(axis=0)
+    mine, other = rows[:, 0] / rows[:, 1], rows[:, 2] / rows[:, 3]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = float(_ratio_of_ratios(sums))
+    return Paired(
+        ours=float(sums[0] / sums[1]),
+        theirs=float(sums[2] / sums[3]),
+        ratio=ratio if np.isfinite(ratio) else None,
+        ratio_ci95=bootstrap_ci95(rows, _ratio_of_ratios, seed=seed),
+        difference=float(_difference(sums)),
+        difference_ci95=bootstrap_ci95(rows, _difference, seed=seed),
+        wins=float(((mine > other) + 0.5 * (mine == other)).mean()),
+        n_prompts=n,
+        few=n < MIN_PROMPTS,
+    )
+
+
+def _ratio(sums: np.ndarray) -> np.ndarray:
+    return sums[0] / sums[1]
+
+
+def _ratio_of_ratios(sums: np.ndarray) -> np.ndarray:
+    return (sums[0] / sums[1]) / (sums[2] / sums[3])
+
+
+def _difference(sums: np.ndarray) -> np.ndarray:
+    return sums[0] / sums[1] - sums[2] / sums[3]
+
+
+def bootstrap_ci95(
+    per_prompt: np.ndarray | Sequence[Sequence[float]],
+    statistic: Callable[[np.ndarray], np.ndarray],
+    *,
+    seed: int = 0,
+    resamples: int = BOOTSTRAP_RESAMPLES,
+) -> Interval | None:
+    """95 % percentile interval of a statistic of sums, resampling prompts with replacement.
+
+    per_prompt: n rows of c sums (tokens, seconds, ...). statistic maps the c columns [c, B] of
+    resampled sums to B values. Drawing n prompts with replacement is drawing how often each one
+    counts, so one multinomial matrix [B, n] times the rows [n, c] gives every resample at once.
+    None below two prompts: one prompt says nothing about the next.
+    """
+    rows = np.asarray(per_prompt, dtype=np.float64)
+    if len(rows) < 2:
+        return None
+    n = len(rows)
+    counts = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=resamples)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = statistic((counts @ rows).T)
+    values = values[np.isfinite(values)]
+    if values.size == 0:
+        return None
+    low, high = np.percentile(values, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def ratio_ci95(
+    numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0
+) -> Interval | None:
+    """95 % interval of sum numerators / sum denominators, one pair for each prompt."""
+    return bootstrap_ci95(list(zip(numerators, denominators, strict=True)), _ratio, seed=seed)
+
+
+def sample_size_warnings(n_prompts: int) -> list[str]:
+    """A sentence to print when there are too few prompts for the figures to mean much."""
+    if n_prompts >= MIN_PROMPTS:
+        return []
+    return [
+        f"few prompts ({n_prompts}): below {MIN_PROMPTS} the topic of the prompts moves accepted "
+        "length more than the drafter does"
+    ]
