@@ -27,9 +27,11 @@ from dspark_eval.document import run_document
 from dspark_eval.drafting import Drafted
 from dspark_eval.grading import confidence_warnings, exact_answers
 from dspark_eval.lengths import long_contexts, require_proposals
+from dspark_eval.lengths_by_entropy import lengths_by_entropy
 from dspark_eval.mismatches import find_mismatches
 from dspark_eval.pair import Pair, load_pair
 from dspark_eval.report import print_bench, progress
+from dspark_eval.samples import asked, samples
 from dspark_eval.settings import BenchOptions
 from dspark_eval.speed import (
     PromptTimings,
@@ -151,6 +153,10 @@ def _run_setting(
             "repeats": options.repeats,
             "warmup_prompts": options.warmup,
             **details(timings, seed=options.seed),
+            "lengths_by_entropy": lengths_by_entropy(metrics.pool(t.rounds for t in timings)),
+            "samples": samples(
+                asked(suite, [t.speculative[0] for t in timings]), pair.chat.tokenizer
+            ),
             "mismatches": None if mismatches is None else [asdict(m) for m in mismatches],
             "peer": None if peer is None else summarize_peer(timings, peer, seed=options.seed),
             "warnings": [

@@ -23,11 +23,16 @@ PLAIN = "plain"
 Rounds = Sequence[RoundRecord]
 
 
+def level_name(record: RoundRecord) -> str:
+    """How one round ended."""
+    return LEVELS[record.level] if record.drafted else PLAIN
+
+
 def level_shares(rounds: Rounds) -> dict[str, float] | None:
     """Share of rounds by outcome; they add up to 1. None without a round."""
     if not rounds:
         return None
-    found = [LEVELS[r.level] if r.drafted else PLAIN for r in rounds]
+    found = [level_name(r) for r in rounds]
     return {name: found.count(name) / len(found) for name in (*LEVELS.values(), PLAIN)}
 
 
