@@ -20,7 +20,7 @@ TEST_BIN := $(VENV)/bin
 PYTEST := $(TEST_BIN)/python -m pytest -n $(PROCESSES) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-drafter demo-pruned test test-slow test-kernels lossless oracles lint clean
+.PHONY: help demo demo-drafter demo-pruned test test-slow test-kernels lossless oracles lint docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -70,8 +70,16 @@ lint: $(VENV)/.installed  ## ruff check, ruff format, mypy
 	$(TEST_BIN)/ruff format --check .
 	$(TEST_BIN)/mypy
 
+docs: $(VENV)/.docs  ## the documentation, built into site/; stale reference pages are an error
+	$(TEST_BIN)/python docs/make_reference.py --check
+	NO_MKDOCS_2_WARNING=1 $(TEST_BIN)/mkdocs build --quiet
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(VENV)/bin/python -m $(INSTALL) -e ".[docs]" -c constraints.txt
+	touch $@
+
 clean:  ## remove environments, caches and builds; runs/ stays
-	rm -rf .venv .venv-demo build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-demo build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch has its own line: the pinned version first, so that resolving the rest cannot pick a newer

@@ -1,0 +1,63 @@
+"""The documentation says what the code does: generated pages, links, pages that the site lists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```|^    .*?$|`[^`]*`", re.M | re.S)
+
+
+def _pages(repo: Path) -> list[Path]:
+    top = [repo / name for name in ("README.md", "CONTRIBUTING.md", "eval/README.md")]
+    return top + sorted(repo.glob("docs/**/*.md")) + sorted(repo.glob("kernels/**/*.md"))
+
+
+def test_reference_pages_are_what_the_code_says(repo: Path) -> None:
+    """They are compared with what the generator writes today."""
+    done = subprocess.run(
+        [sys.executable, str(repo / "docs" / "make_reference.py"), "--check"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": f"{repo}:{repo / 'kernels'}:{repo / 'eval'}", "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_links_lead_somewhere(repo: Path) -> None:
+    """Every relative link of every page is a file; anchors are what `make docs` checks."""
+    pages = _pages(repo)
+    broken = [
+        f"{page.relative_to(repo)}: {link}"
+        for page in pages
+        for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
+        if "://" not in link and not link.startswith(("#", "mailto:"))
+        if not (page.parent / link.partition("#")[0]).exists()
+    ]
+    assert len(pages) > 20
+    assert broken == []
+
+
+def _listed(entry: object) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    values = entry if isinstance(entry, list) else list(entry.values())  # type: ignore[attr-defined]
+    return [page for value in values for page in _listed(value)]
+
+
+def test_the_site_lists_every_page(repo: Path) -> None:
+    nav = _listed(yaml.safe_load((repo / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    there = {str(page.relative_to(repo / "docs")) for page in repo.glob("docs/**/*.md")}
+    assert sorted(nav) == sorted(there)
+
+
+@pytest.mark.parametrize("word", ["/work/", "/tmp/", "TODO", "FIXME"])
+def test_pages_speak_of_dspark_alone(repo: Path, word: str) -> None:
+    found = [str(page) for page in _pages(repo) if word in page.read_text(encoding="utf-8")]
+    assert found == []
