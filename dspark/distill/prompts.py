@@ -6,10 +6,10 @@ One JSON object a line, with exactly one of
     {"turns": ["first", "second"]}                      user turns; the first is the prompt
     {"messages": [{"role": ..., "content": ...}, ...]}  a conversation, answers included or not
 
-Later ``turns`` would need the target's own answers in between, so they are left out, as in
-DeepSpec's evaluation, and counted. ``id``, ``answer`` and ``family`` are kept when they are
-scalars; of the other fields only a declaration of ``tools`` counts, since it would change what the
-target is shown. Strings stay strings: only the standard JSON reader touches them, so a date or a
+Later ``turns`` need the target's own answers in between: they are no part of the conversation, but
+kept in ``later_turns`` for whoever has those answers, and counted. ``METADATA_FIELDS`` are kept
+when they are scalars; of the other fields only a declaration of ``tools`` counts, since it would
+change what the target is shown. Strings stay strings: only the standard JSON reader touches them, so a date or a
 quoted number arrives as it was written.
 
 A line that is no usable conversation (see ``messages.py``) is skipped and counted with its reason
@@ -38,7 +38,7 @@ from dspark.errors import UserError
 
 Scalar = str | int | float | bool
 FORMS = ("prompt", "turns", "messages")
-METADATA_FIELDS = ("id", "answer", "family")
+METADATA_FIELDS = ("id", "answer", "family", "setup", "tests", "entry_point")
 TOOL_FIELDS = ("tools", "functions")
 LONGEST_LINE = 16 << 20
 """Bytes. A longer line is a file of another format, or one that lost its line breaks."""
@@ -54,6 +54,8 @@ class PromptRow:
     line: int
     messages: tuple[Message, ...]
     metadata: Mapping[str, Scalar] = field(default_factory=dict)
+    later_turns: tuple[str, ...] = ()
+    """What the user asks next, once the target has answered."""
 
     @property
     def has_response(self) -> bool:
@@ -126,13 +128,14 @@ def shared_questions(rows: Sequence[PromptRow], others: Sequence[PromptRow]) -> 
 def _row(file: str, line: int, data: bytes | None, seen: Recorder) -> PromptRow:
     """The conversation of one line; raises ``SkipRow``."""
     value = _json_value(data)
-    messages, dropped_turns = _parse(value)
+    messages, later = _parse(value)
     messages, metadata, replaced = _repair(messages, value)
-    if replaced:
+    cleaned = [replace_surrogates(turn) for turn in later]
+    if replaced or any(count for _, count in cleaned):
         seen.note("lone-surrogates", file, line)
-    if dropped_turns:
+    if later:
         seen.note("later-turns", file, line)
-    return PromptRow(file, line, messages, metadata)
+    return PromptRow(file, line, messages, metadata, tuple(text for text, _ in cleaned))
 
 
 def _lines(path: Path, seen: Recorder) -> Iterator[tuple[int, bytes | None]]:
@@ -180,8 +183,8 @@ def _json_value(data: bytes | None) -> object:
         raise SkipRow("not-json", str(problem)) from problem
 
 
-def _parse(value: object) -> tuple[tuple[Message, ...], bool]:
-    """Conversation of one JSON value, and whether later turns were left out."""
+def _parse(value: object) -> tuple[tuple[Message, ...], list[str]]:
+    """Conversation of one JSON value, and the turns that come after it."""
     if not isinstance(value, dict):
         raise SkipRow("not-an-object", type(value).__name__)
     forms = [form for form in FORMS if value.get(form) is not None]
@@ -194,14 +197,14 @@ def _parse(value: object) -> tuple[tuple[Message, ...], bool]:
         raise SkipRow("tool-use", f"field {declared[0]}")
     content = value[forms[0]]
     if forms[0] == "messages":
-        return conversation(content), False
+        return conversation(content), []
     if forms[0] == "prompt":
-        return user_turn(content), False
+        return user_turn(content), []
     if not isinstance(content, list) or not all(isinstance(turn, str) for turn in content):
         raise SkipRow("bad-content", "turns must be a list of texts")
     if not content:
         raise SkipRow("empty-conversation")
-    return user_turn(content[0]), len(content) > 1
+    return user_turn(content[0]), content[1:]
 
 
 def _repair(

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, get_args
 
-import numpy as np
-
 from dspark.runtime.policies.bands import band_names
 from dspark.runtime.records import ALL_ACCEPTED, CORRECTED, CUT, SIBLING, Band, RoundRecord
 
 LEVELS = {ALL_ACCEPTED: "all_accepted", SIBLING: "sibling", CORRECTED: "corrected", CUT: "cut"}
 PLAIN = "plain"
+ACCEPTED = "accepted"
+FATES = (ACCEPTED, LEVELS[SIBLING], LEVELS[CORRECTED], LEVELS[CUT])
+"""Of a position that was decided on."""
 
 Rounds = Sequence[RoundRecord]
 
@@ -36,34 +37,48 @@ def level_shares(rounds: Rounds) -> dict[str, float] | None:
     return {name: found.count(name) / len(found) for name in (*LEVELS.values(), PLAIN)}
 
 
-def band_table(rounds: Rounds) -> dict[str, dict[str, float | int | None]] | None:
-    """By band: share of drafted positions, positions reached, and how many of those were accepted.
+def band_table(rounds: Rounds) -> dict[str, dict[str, Any]] | None:
+    """By band: share of drafted positions, positions reached, how many of those were accepted, and
+    `levels`, what became of the positions that were decided on.
 
     A position is reached if it was verified and all before it were accepted, which is what a
-    confidence speaks of. None for a drafter without a confidence head.
+    confidence speaks of. It is decided on if it was reached, or if the block was cut right before
+    it: then it is accepted, sibling, corrected or cut, and the four shares add up to 1. None for a
+    drafter without a confidence head.
     """
     names: list[Band] = []
-    reached: list[bool] = []
-    accepted: list[bool] = []
+    fates: list[str | None] = []
     for record in rounds:
         bands = record.bands or band_names(record.confidence)
-        for k, band in enumerate(bands):
-            names.append(band)
-            reached.append(k <= record.accepted and k < record.verified)
-            accepted.append(k < record.accepted)
+        names += bands
+        fates += [_fate(record, k) for k in range(len(bands))]
     if not names:
         return None
-    table: dict[str, dict[str, float | int | None]] = {}
+    table: dict[str, dict[str, Any]] = {}
     for band in get_args(Band):
-        inside = np.array([name == band for name in names])
-        judged = int((inside & np.array(reached)).sum())
-        hits = int((inside & np.array(accepted)).sum())
+        inside = [fate for name, fate in zip(names, fates, strict=True) if name == band]
+        decided = [fate for fate in inside if fate is not None]
+        judged = len(decided) - decided.count(LEVELS[CUT])
         table[band] = {
-            "share": float(inside.mean()),
+            "share": len(inside) / len(names),
             "reached": judged,
-            "acceptance": hits / judged if judged else None,
+            "acceptance": decided.count(ACCEPTED) / judged if judged else None,
+            "levels": {fate: decided.count(fate) / len(decided) for fate in FATES}
+            if decided
+            else None,
         }
     return table
+
+
+def _fate(record: RoundRecord, k: int) -> str | None:
+    """What became of the drafted position k (from 0); None if nothing was decided about it."""
+    if k < record.accepted:
+        return ACCEPTED
+    if k > record.accepted:
+        return None
+    if k < record.verified:
+        return LEVELS[SIBLING] if record.level == SIBLING else LEVELS[CORRECTED]
+    return LEVELS[CUT] if record.level == CUT else None
 
 
 def distances(rounds: Rounds) -> dict[str, float] | None:

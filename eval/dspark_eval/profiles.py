@@ -13,13 +13,7 @@ import numpy as np
 
 from dspark.runtime.records import RoundRecord
 from dspark_eval.intervals import MIN_PROMPTS, Interval, estimate
-from dspark_eval.metrics import (
-    FIGURES,
-    Rounds,
-    acceptance_rate,
-    accepted_length,
-    pool,
-)
+from dspark_eval.metrics import FIGURES, Rounds, acceptance_rate, pool
 
 CONTEXT_EDGES = (128, 512, 2048, 8192, 32768)  # tokens; 2k, 8k and 32k are the usual buckets
 ENTROPY_EDGES = (0.1, 0.3, 1.0, 2.0, 4.0)  # nats; a fair choice among e^H tokens
@@ -88,12 +82,10 @@ def _bucket(low: int, high: int | None, by_prompt: Sequence[Rounds]) -> ContextB
 
 @dataclass(frozen=True)
 class EntropyBin:
-    """Positions whose entropy lies in [low, high) nats, and rounds that opened with such a one.
+    """Positions whose entropy lies in [low, high) nats.
 
-    drafted         positions, and `share` of all drafted positions
-    reached         of them reached, `acceptance` the share of those accepted: 1 - E[TV] given H
-    rounds          rounds whose first position lies here, with their mean `draft_length` verified
-                    and `accepted_length`; `lengths[k]`: how many of them verified k tokens
+    drafted   how many, and their `share` of all drafted positions
+    reached   of them reached; `acceptance`: the share of those accepted, 1 - E[TV] given H
     """
 
     low: float
@@ -102,10 +94,6 @@ class EntropyBin:
     share: float
     reached: int
     acceptance: float | None
-    rounds: int
-    draft_length: float | None
-    accepted_length: float | None
-    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -128,8 +116,8 @@ class EntropyProfile:
 
 
 def entropy_profile(rounds: Rounds, edges: Sequence[float] = ENTROPY_EDGES) -> EntropyProfile:
-    """Entropy by position, and acceptance and draft length by entropy (design of the `entropy`
-    policy: draft 2 where entropy is high, 8 where it is low)."""
+    """Entropy by position, and acceptance by entropy. Draft lengths by entropy of whole rounds:
+    `lengths_by_entropy`."""
     entropy, slot, reached, accepted = (
         np.array([v for r in rounds for v in column(r)])
         for column in (
@@ -150,26 +138,17 @@ def entropy_profile(rounds: Rounds, edges: Sequence[float] = ENTROPY_EDGES) -> E
         for k in range(max((len(r.entropy) for r in rounds), default=0))
     )
     which = np.searchsorted(edges, entropy, side="right")
-    opening = [int(np.searchsorted(edges, r.entropy[0], side="right")) for r in rounds if r.entropy]
-    drafted = [r for r in rounds if r.entropy]
-    bins = []
-    for index, (low, high) in enumerate(zip((0.0, *edges), (*edges, None), strict=True)):
-        inside = which == index
-        own = [r for r, found in zip(drafted, opening, strict=True) if found == index]
-        bins.append(_entropy_bin(low, high, inside, reached, accepted, own))
-    return EntropyProfile(positions, tuple(bins))
+    bins = tuple(
+        _entropy_bin(low, high, which == index, reached, accepted)
+        for index, (low, high) in enumerate(zip((0.0, *edges), (*edges, None), strict=True))
+    )
+    return EntropyProfile(positions, bins)
 
 
 def _entropy_bin(
-    low: float,
-    high: float | None,
-    inside: np.ndarray,
-    reached: np.ndarray,
-    accepted: np.ndarray,
-    rounds: Rounds,
+    low: float, high: float | None, inside: np.ndarray, reached: np.ndarray, accepted: np.ndarray
 ) -> EntropyBin:
     judged = int((inside & reached).sum())
-    verified = [r.verified for r in rounds]
     return EntropyBin(
         low=low,
         high=high,
@@ -177,10 +156,6 @@ def _entropy_bin(
         share=float(inside.mean()) if len(inside) else 0.0,
         reached=judged,
         acceptance=int((inside & accepted).sum()) / judged if judged else None,
-        rounds=len(rounds),
-        draft_length=sum(verified) / len(rounds) if rounds else None,
-        accepted_length=accepted_length(rounds),
-        lengths=tuple(verified.count(k) for k in range(max(verified, default=-1) + 1)),
     )
 
 
