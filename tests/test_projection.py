@@ -1,0 +1,106 @@
+"""Projected speeds: bytes as published, times by hand, what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dspark.errors import UserError
+from dspark.k3.config import K3Config
+from dspark_eval.projection import (
+    K3,
+    K3_DRAFTER,
+    Machine,
+    fit_wait,
+    main,
+    project,
+    rows_bytes,
+    table,
+)
+from tests.test_k3_traps import published
+
+BF16 = torch.bfloat16
+
+
+def test_k3_is_what_its_published_configuration_says() -> None:
+    """But for special tokens, which nothing is counted of, and the packing, a block of its own."""
+    said = replace(
+        K3Config.from_dict(published()),
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        expert_quantization="mxfp4",
+    )
+    assert said == K3
+
+
+def test_bytes_are_the_published_ones() -> None:
+    """138.1 GB for a token behind 8,192 others, 7.04 GB of weights and 47 MB of context a draft."""
+    found = project(K3, K3_DRAFTER, Machine(), [0.9])
+    assert found.plain_bytes == pytest.approx(138.1e9, rel=1e-3)
+    assert found.draft_bytes == pytest.approx(7.04e9 + 8192 * 5760, rel=1e-3)
+
+
+def test_times_by_hand() -> None:
+    """Two GPUs at half their rate: one GPU's rate in all; a draft length of 2 at C = 0.5."""
+    machine = Machine(gpus=2, rate=1e12, share=0.5, wait_s=0.01, draft_gpus=1, draft_wait_s=0.002)
+    found = project(K3, K3_DRAFTER, machine, [0.5, 0.5])
+    three = rows_bytes(K3, 3, 8192, BF16, 0.0)
+    plain = found.plain_bytes / 1e12 + 0.01
+    whole = three / 1e12 + 0.01 + found.draft_bytes / 0.5e12 + 0.002
+    last = found.predictions[-1]
+    assert (last.draft_length, last.accepted_length) == (2, 1.75)
+    assert found.plain_tokens_per_s == pytest.approx(1 / plain)
+    assert last.tokens_per_s == pytest.approx(1.75 / whole)
+    assert last.speed_up == pytest.approx(1.75 * plain / whole)
+
+
+def test_experts_that_agree_are_read_once() -> None:
+    """At agreement 1, eight rows read the experts of one; nothing else of a pass changes."""
+    one, eight = (rows_bytes(K3, n, 0, BF16, 1.0) for n in (1, 8))
+    assert eight == pytest.approx(one)
+    apart = [rows_bytes(K3, 8, 0, BF16, a) for a in (0.0, 0.5, 1.0)]
+    assert apart[1] == pytest.approx((apart[0] + apart[2]) / 2)
+    layers, expert = 92, 3 * 3072 * 3584 * (0.5 + 1 / 32)
+    distinct = 896 * (1 - (1 - 16 / 896) ** 8) - 16
+    assert apart[0] - apart[2] == pytest.approx(layers * expert * distinct, rel=1e-6)
+
+
+def test_a_wait_is_fitted_to_a_published_step() -> None:
+    machine = fit_wait(Machine(gpus=8, rate=8e12), 138.1e9, 8.51e-3, layers=5 / 93)
+    assert machine.pass_s(138.1e9) == pytest.approx(8.51e-3)
+    assert machine.draft_wait_s == pytest.approx(machine.wait_s * 5 / 93)
+    with pytest.raises(UserError, match=r"the bytes alone take 2\.16 ms"):
+        fit_wait(Machine(gpus=8, rate=8e12), 138.1e9, 2e-3, layers=0.0)
+
+
+def test_more_positions_than_the_block_are_not_predicted() -> None:
+    assert len(project(K3, K3_DRAFTER, Machine(), [0.9] * 12).predictions) == 8
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: Machine(gpus=0), "gpus"),
+        (lambda: Machine(share=1.5), "share"),
+        (lambda: Machine(wait_s=-1), "waits"),
+        (lambda: rows_bytes(K3, 2, 0, BF16, 2.0), "agreement"),
+        (lambda: project(K3, K3_DRAFTER, Machine(), [1.5]), "conditional"),
+    ],
+)
+def test_values_out_of_range_are_refused(make: object, what: str) -> None:
+    with pytest.raises(UserError, match=what):
+        make()  # type: ignore[operator]
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--conditional", "0.9", "0.8", "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert [row["draft_length"] for row in read["predictions"]] == [1, 2]
+    assert main(["--conditional", "0.9", "--plain-ms", "1"]) == 2
+    assert "expected at least that" in capsys.readouterr().err
+    found = project(K3, K3_DRAFTER, Machine(), [0.9])
+    assert table(found, Machine()).endswith("A projection from bytes, not a measurement.")
