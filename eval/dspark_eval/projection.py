@@ -4,10 +4,10 @@
     d    = draft bytes / (rate x draft GPUs x share) + draft wait
     tokens/s = tau(g) / (t(1 + g) + d)                      with draft length g
 
-`bytes(n)` is `dspark.k3.cost.pass_bytes`: shared weights once, the distinct experts of n rows, states,
-latents. Rows of one text choose experts that agree more than chance; `agreement` a in [0, 1] moves
-their number from independent even choice (0) to one row's (1). `share` is the part of the memory rate
-that a pass reaches and `wait` what a pass costs beside its bytes (launches, exchange between GPUs).
+`bytes(n)` is `dspark.k3.cost.pass_bytes`: shared weights once, the distinct experts of n rows,
+states, latents. Rows of one text choose experts that agree more than chance; `agreement` in [0, 1]
+moves their number from independent even choice (0) to one row's (1). `share` is the part of the
+memory rate that a pass reaches and `wait` what a pass costs beside its bytes (launches, exchange between GPUs).
 Both are measured, or fitted to a published time; a projection says which. It is no measurement.
 
     python -m dspark_eval.projection --gpus 8 --rate 8.0 --plain-ms 8.51 --conditional 0.85 0.8 0.75
@@ -181,10 +181,11 @@ def fit_wait(machine: Machine, plain_bytes: float, plain_s: float, layers: float
 
 def table(found: Projection, machine: Machine) -> str:
     """The projection as lines of text."""
+    draft_ms = 1e3 * machine.draft_s(found.draft_bytes)
     lines = [
         f"plain: {found.plain_bytes / 1e9:.1f} GB a token, "
         f"{1e3 / found.plain_tokens_per_s:.2f} ms, {found.plain_tokens_per_s:.0f} tokens/s",
-        f"draft: {found.draft_bytes / 1e9:.2f} GB, {1e3 * machine.draft_s(found.draft_bytes):.2f} ms",
+        f"draft: {found.draft_bytes / 1e9:.2f} GB, {draft_ms:.2f} ms",
         "",
         "draft length   verify GB   accepted length   tokens/s   speed-up",
     ]
