@@ -7,8 +7,8 @@
 `bytes(n)` is `dspark.k3.cost.pass_bytes`: shared weights once, the distinct experts of n rows,
 states, latents. Rows of one text choose experts that agree more than chance; `agreement` in [0, 1]
 moves their number from independent even choice (0) to one row's (1). `share` is the part of the
-memory rate that a pass reaches and `wait` what a pass costs beside its bytes (launches, exchange between GPUs).
-Both are measured, or fitted to a published time; a projection says which. It is no measurement.
+memory rate that a pass reaches and `wait` what a pass costs beside its bytes (launches, exchange
+between GPUs). Both are measured, or fitted to a published time; a projection says which.
 
     python -m dspark_eval.projection --gpus 8 --rate 8.0 --plain-ms 8.51 --conditional 0.85 0.8 0.75
 
