@@ -118,8 +118,8 @@ class ChatFormat:
             *(i for i, token in added.items() if token.special),
         }
         try:
-            asked = self._render(_PROBE, generation_prompt=False)
-            self._render(_PROBE, generation_prompt=True)
+            asked = self.render(_PROBE, generation_prompt=False)
+            self.render(_PROBE, generation_prompt=True)
         except RowError as problem:
             raise UserError(
                 f"{template or label(tokenizer)}: the chat template cannot render a plain user "
@@ -145,15 +145,15 @@ class ChatFormat:
         other = copy.copy(self)
         other.thinking = not self.thinking
         return any(
-            self._render(messages, generation_prompt=prompt)
-            != other._render(messages, generation_prompt=prompt)
+            self.render(messages, generation_prompt=prompt)
+            != other.render(messages, generation_prompt=prompt)
             for messages, prompt in ((_PROBE, True), ((*_PROBE, _ANSWER), False))
         )
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Ids that the target is shown before it answers; raises ``RowError``."""
         self._refuse_markers(messages)
-        return self._encode(self._render(messages, generation_prompt=True))
+        return self._encode(self.render(messages, generation_prompt=True))
 
     def training_row(self, messages: Sequence[Message]) -> TrainingRow:
         """Row in which every assistant turn is supervised; raises ``RowError`` (see the file)."""
@@ -209,7 +209,7 @@ class ChatFormat:
 
     def _row(self, messages: Sequence[Message], turns: Iterable[int]) -> TrainingRow:
         self._refuse_markers(messages)
-        text = self._render(messages, generation_prompt=False)
+        text = self.render(messages, generation_prompt=False)
         ids = self._encode(text)
         mask = [False] * len(ids)
         for place in turns:
@@ -228,8 +228,8 @@ class ChatFormat:
         self, messages: Sequence[Message], place: int, text: str, ids: list[int]
     ) -> tuple[int, int]:
         """Supervised range of the assistant turn at ``place`` within the whole row."""
-        prompt = self._render(messages[:place], generation_prompt=True)
-        turn = self._render(messages[: place + 1], generation_prompt=False)
+        prompt = self.render(messages[:place], generation_prompt=True)
+        turn = self.render(messages[: place + 1], generation_prompt=False)
         if not turn.startswith(prompt):
             raise RowError("prompt-mismatch", f"message {place}")
         if not text.startswith(turn):
@@ -249,7 +249,8 @@ class ChatFormat:
             end -= 1
         return end if end > start else stop
 
-    def _render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+    def render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+        """What the template writes for ``messages``; raises ``RowError`` if it refuses them."""
         try:
             return cast(
                 str,

@@ -161,6 +161,7 @@ def _run_setting(
             "peer": None if peer is None else summarize_peer(timings, peer, seed=options.seed),
             "warnings": [
                 *suite.notes,
+                *suite.first_turn_note,
                 *pair.warnings,
                 *doubts,
                 *confidence_warnings(pair, drafted, sampling),

@@ -33,7 +33,7 @@ def long_contexts(pair: Pair, timings: Sequence[PromptTimings]) -> list[str]:
     limit = trained_on.row_length if trained_on else None
     if limit is None:
         return []
-    lengths = [timing.prompt_length for timing in timings for _ in timing.speculative]
+    lengths = [length for timing in timings for length in timing.prompt_lengths]
     rounds = [answer.rounds for timing in timings for answer in timing.speculative]
     buckets = {b.low: b for b in profiles.context_buckets(lengths, rounds, (limit,))}
     if limit not in buckets:

@@ -27,12 +27,21 @@ PEER_PROMPTS = 12  # transformers is slow; a dozen prompts give its speed to a f
 
 @dataclass
 class PromptTimings:
-    """Everything measured on one prompt, one entry per repeat."""
+    """Everything measured on one prompt, one entry per repeat.
+
+    turn_lengths: prompt length of each speculative answer where they are turns of a conversation.
+    """
 
     prompt_length: int
     plain: list[Generation] = field(default_factory=list)
     speculative: list[Generation] = field(default_factory=list)
     peer: list[PeerTiming] = field(default_factory=list)
+    turn_lengths: list[int] = field(default_factory=list)
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """Of each speculative answer."""
+        return self.turn_lengths or [self.prompt_length] * len(self.speculative)
 
     @property
     def rounds(self) -> list[RoundRecord]:

@@ -6,6 +6,8 @@ instructions, told apart by the family each row names. A third set is written on
 as asked for: the validation split that its generator keeps apart from training and test. It is for
 fitting, so that what ships stays unseen until it is measured.
 
+The public sets (`public_sets.py`) are read from a local folder, or fetched.
+
 `nano-long` and `nano-padded` ask the shipped problems behind long contexts (`long_context.py`): a
 set for each length, of the same questions.
 """
@@ -23,7 +25,9 @@ from dspark.distill.prompts import PromptRow, read_prompts
 from dspark.errors import UserError
 from dspark.nano.generate import row as nano_row
 from dspark.nano.instructions import FAMILIES as INSTRUCTIONS
+from dspark.wording import counted
 from dspark_eval.long_context import CHAT, LENGTHS, PADDED, LongContext
+from dspark_eval.public_sets import PUBLIC_SETS, Grader, read_public
 
 _NANO_FILE = "prompts/test.jsonl"
 
@@ -46,30 +50,51 @@ _LONG_SETS = {
     for name, kind in (("nano-long", CHAT), ("nano-padded", PADDED))
 }
 _LONG = {name: context for contexts in _LONG_SETS.values() for name, context in contexts.items()}
-SUITE_NAMES = ("nano", *_NANO_SETS, VALIDATION, *_LONG_SETS)
+SUITE_NAMES = ("nano", *_NANO_SETS, VALIDATION, *_LONG_SETS, *PUBLIC_SETS)
+USUAL_PROMPTS = 100
+"""Of a set whose size no protocol says."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Prompts that are reported together, how many rows they were drawn from, what the reader of
-    the file had to say (skipped lines), and what stands before each prompt."""
+    """Prompts that are reported together.
+
+    available  rows they were drawn from
+    notes      what the reader of the file had to say (skipped lines)
+    context    what stands before each prompt
+    grader     how a row's `answer` is judged
+    """
 
     name: str
     rows: tuple[PromptRow, ...]
     available: int
     notes: tuple[str, ...] = ()
     context: LongContext | None = None
+    grader: Grader = "exact"
+
+    @property
+    def first_turn_note(self) -> list[str]:
+        """For who asks the first turn alone: a sentence if some rows have more."""
+        more = sum(bool(row.later_turns) for row in self.rows)
+        said = f"{self.name}: {counted(more, 'prompt')} with later turns: only the first is asked"
+        return [said] if more else []
 
 
-def load_suites(name: str | Path, *, n_prompts: int, seed: int) -> list[Suite]:
+def load_suites(
+    name: str | Path, *, n_prompts: int | None, seed: int, folder: Path | None = None
+) -> list[Suite]:
     """The sets behind a suite name ("nano" is two, "nano-long" one for each length) or the one in
     a JSONL file.
 
     At most `n_prompts` rows of each, drawn without replacement by `seed`: files tend to be sorted
-    by topic, so the first rows of one are no sample of it.
+    by topic, so the first rows of one are no sample of it. None: as many as the DSpark paper
+    measures of a public set, `USUAL_PROMPTS` of another. `folder` holds files of public sets.
 
     Raises `UserError` for a name that is neither, and for what `read_prompts` refuses.
     """
+    if str(name) in PUBLIC_SETS:
+        return [_public(str(name), n_prompts, seed, folder)]
+    n_prompts = USUAL_PROMPTS if n_prompts is None else n_prompts
     if str(name) == VALIDATION:
         return [_validation(n_prompts, seed)]
     if str(name) in _LONG_SETS or str(name) in _LONG:
@@ -90,9 +115,14 @@ def load_suites(name: str | Path, *, n_prompts: int, seed: int) -> list[Suite]:
             "`prompt`, `turns` or `messages` in each line"
         )
     prompts = read_prompts([path])
-    skipped = bool(prompts.report.skipped or prompts.report.later_turns)
-    notes = (f"{path}: {prompts.report.summary()}",) if skipped else ()
+    notes = (f"{path}: {prompts.report.summary()}",) if prompts.report.skipped else ()
     return [_suite(path.stem, prompts.rows, n_prompts, seed, notes)]
+
+
+def _public(name: str, count: int | None, seed: int, folder: Path | None) -> Suite:
+    found, chosen = read_public(name, folder), PUBLIC_SETS[name]
+    suite = _suite(name, found.rows, count or chosen.size, seed, found.notes)
+    return replace(suite, grader=chosen.grader)
 
 
 def _validation(count: int, seed: int) -> Suite:

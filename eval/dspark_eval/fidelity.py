@@ -1,0 +1,242 @@
+"""Are these texts the target's? One pass of the target over every answer of the run tells.
+
+Greedy. Every token has to be the target's best after the tokens before it. A token that is not has
+a margin, best logit less its own; within a few rounding steps of the dtype it is a near-tie that a
+pass over several rows may settle otherwise, beyond them a defect.
+
+Sampling. With p_t the target's law at token t (same filter, same code), in the order of falling
+probability, and V uniform,
+
+    U_t = p_t(tokens before x_t in that order) + V p_t(x_t)        uniform on [0, 1], independent
+    Z   = sum_t (-ln p_t(x_t) - H_t) / sqrt(sum_t Var_t)           normal; Var_t = Var(-ln p_t)
+
+hold for a text drawn from p and for hardly any other (Rosenblatt 1952). U is held against equal
+bins by chi-square, Z against the normal. Each is tested at `ALPHA` / tests, so that a run of a
+right decoder raises an alarm with a chance below `ALPHA`; `detectable_tv` is the total variation
+between the true and the expected law of U's bins that is found with a chance of `POWER`, whatever
+its shape. An error that leaves ranks and surprise alone (equal tokens exchanged) is not seen: for
+that there is `python -m dspark_eval.lossless`, where laws are known in closed form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark.runtime.prefill import PREFILL_CHUNK
+from dspark.runtime.sampling import SamplingParams, to_probs
+from dspark.runtime.target import Target
+from dspark_eval.lossless.statistics import ALPHA, FEWEST, detectable, fit
+from dspark_eval.mismatches import NEAR_TIE_STEPS
+
+POWER = 0.99
+MOST_BINS = 20
+SHOWN = 20
+"""Greedy mismatches listed one by one."""
+ROWS = 64
+"""Logits at a time: a vocabulary of 160k in float64 is 80 MB then."""
+
+
+@dataclass(frozen=True)
+class NotBest:
+    """A greedy token that is not the target's best after what stands before it."""
+
+    answer: int
+    position: int
+    token: int
+    best: int
+    margin: float
+    near_tie: bool
+
+
+@dataclass
+class Evidence:
+    """What the answers of one prompt set say, collected token by token.
+
+    edge        tokens at the very edge of a top-k or top-p filter: rounding decides, left out
+    impossible  tokens that the filter excludes beyond rounding
+    surprise, variance   sums of -ln p - H and of its variance
+    """
+
+    tokens: int = 0
+    ranks: list[float] = field(default_factory=list)
+    edge: int = 0
+    impossible: int = 0
+    surprise: float = 0.0
+    variance: float = 0.0
+    not_best: list[NotBest] = field(default_factory=list)
+
+
+@torch.inference_mode()
+def logits_of_answer(
+    target: Target, prompt: Sequence[int], answer: Sequence[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Chunks of ([n, V] float32 logits, [n] answer tokens that stand there), in order."""
+    ids = torch.tensor([[*prompt, *answer]], device=target.device)
+    cache = target.new_cache(1, ids.shape[1])
+    first = len(prompt) - 1  # the row that gives the answer's first token
+    for start in range(0, ids.shape[1] - 1, PREFILL_CHUNK):
+        stop = min(start + PREFILL_CHUNK, ids.shape[1] - 1)
+        hidden = target.forward(ids[:, start:stop], cache, commit=True).hidden[0]
+        for row in range(max(first, start), stop, ROWS):
+            end = min(row + ROWS, stop)
+            logits = target.logits(hidden[row - start : end - start]).float()
+            yield logits, ids[0, row + 1 : end + 1]
+
+
+def collect(
+    target: Target,
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    sampling: SamplingParams,
+    *,
+    seed: int,
+) -> Evidence:
+    """Read every (prompt, answer) once. The draws V come from `seed`."""
+    found = Evidence()
+    generator = torch.Generator().manual_seed(seed)
+    steps = NEAR_TIE_STEPS * torch.finfo(target.dtype).eps
+    for number, (prompt, answer) in enumerate(texts):
+        position = 0
+        for logits, tokens in logits_of_answer(target, prompt, answer):
+            if sampling.greedy:
+                found.not_best += _not_best(logits, tokens, steps, number, position)
+            else:
+                _add_draws(found, logits, tokens, sampling, steps, generator)
+            position += len(tokens)
+        found.tokens += position
+    return found
+
+
+def _not_best(
+    logits: Tensor, tokens: Tensor, steps: float, answer: int, position: int
+) -> list[NotBest]:
+    best = logits.argmax(dim=-1)
+    rows = (best != tokens).nonzero().squeeze(1).tolist()
+    margins = logits.amax(-1) - logits.gather(-1, tokens[:, None]).squeeze(1)
+    slack = steps * logits.abs().amax(-1)
+    return [
+        NotBest(
+            answer,
+            position + row,
+            int(tokens[row]),
+            int(best[row]),
+            float(margins[row]),
+            bool(margins[row] <= slack[row]),
+        )
+        for row in rows
+    ]
+
+
+def _add_draws(
+    found: Evidence,
+    logits: Tensor,
+    tokens: Tensor,
+    sampling: SamplingParams,
+    steps: float,
+    generator: torch.Generator,
+) -> None:
+    p = to_probs(logits, sampling).double()
+    p = p / p.sum(-1, keepdim=True)
+    own = p.gather(-1, tokens[:, None])
+    missing = own.squeeze(1) == 0
+    lowest = logits.masked_fill(p == 0, torch.inf).amin(-1)
+    gap = lowest - logits.gather(-1, tokens[:, None]).squeeze(1)
+    edge = missing & (gap <= steps * logits.abs().amax(-1))
+    found.edge += int(edge.sum())
+    found.impossible += int((missing & ~edge).sum())
+    ids = torch.arange(p.shape[-1], device=p.device)
+    ahead = (p > own) | ((p == own) & (ids < tokens[:, None]))
+    before = (p * ahead).sum(-1)
+    draws = torch.rand(len(tokens), generator=generator, dtype=torch.float64).to(p.device)
+    kept = ~missing
+    found.ranks += (before + draws * own.squeeze(1))[kept].tolist()
+    surprise = -torch.where(p > 0, p, torch.ones_like(p)).log()
+    entropy = (p * surprise).sum(-1)
+    variance = (p * surprise.square()).sum(-1) - entropy.square()
+    found.surprise += float((-own.squeeze(1)[kept].log() - entropy[kept]).sum())
+    found.variance += float(variance[kept].clamp(min=0).sum())
+
+
+def judge(found: Evidence, sampling: SamplingParams, *, tests: int) -> dict[str, Any]:
+    """JSON of one prompt set: `passed`, and what it rests on. tests: of the whole run."""
+    if sampling.greedy:
+        defects = [entry for entry in found.not_best if not entry.near_tie]
+        return {
+            "method": "greedy",
+            "tokens": found.tokens,
+            "passed": not defects,
+            "not_best": len(found.not_best),
+            "near_ties": len(found.not_best) - len(defects),
+            "largest_margin": max((entry.margin for entry in found.not_best), default=None),
+            "entries": [asdict(entry) for entry in (*defects, *found.not_best)[:SHOWN]],
+        }
+    level = ALPHA / tests
+    rank, surprise = rank_test(found.ranks, level), surprise_test(found)
+    values = [float(test["p"]) for test in (rank, surprise) if test is not None]
+    passed = found.impossible == 0 and all(p >= level for p in values)
+    return {
+        "method": "sampling",
+        "tokens": found.tokens,
+        "passed": passed if values else None,
+        "impossible": found.impossible,
+        "edge": found.edge,
+        "false_alarm": ALPHA,
+        "level": level,
+        "rank": rank,
+        "surprise": surprise,
+    }
+
+
+def rank_test(ranks: Sequence[float], level: float) -> dict[str, Any] | None:
+    """Chi-square of U over equal bins; None for too few tokens to fill two of them."""
+    bins = min(MOST_BINS, len(ranks) // FEWEST)
+    if bins < 2:
+        return None
+    counts = torch.histc(torch.tensor(ranks, dtype=torch.float64), bins, 0.0, 1.0)
+    found = fit(counts, torch.full((bins,), 1 / bins, dtype=torch.float64))
+    return {
+        "p": found.p,
+        "tv": found.distance,
+        "bins": bins,
+        "detectable_tv": detectable(len(ranks), bins - 1, level, POWER),
+        "power": POWER,
+    }
+
+
+def surprise_test(found: Evidence) -> dict[str, Any] | None:
+    """Z and its two-sided p-value; None where nothing was uncertain.
+
+    `mean` is the mean of -ln p(x) - H per token in nats: above 0 the text is less likely than the
+    target's own.
+    """
+    if found.variance <= 0 or len(found.ranks) < FEWEST:
+        return None
+    z = found.surprise / math.sqrt(found.variance)
+    return {
+        "z": z,
+        "p": math.erfc(abs(z) / math.sqrt(2)),
+        "mean": found.surprise / len(found.ranks),
+    }
+
+
+def fidelity_warnings(name: str, found: dict[str, Any] | None) -> list[str]:
+    """A sentence if a text is not the target's."""
+    if found is None or found["passed"] is not False:
+        return []
+    if found["method"] == "greedy":
+        count = found["not_best"] - found["near_ties"]
+        return [
+            f"{name}: NOT LOSSLESS: {count} of {found['tokens']} tokens are not the target's best, "
+            f"by up to {found['largest_margin']:.3g} in logits, more than rounding explains"
+        ]
+    parts = [f"{key} p = {found[key]['p']:.1e}" for key in ("rank", "surprise") if found[key]]
+    return [
+        f"{name}: NOT LOSSLESS: the text does not look drawn from the target "
+        f"({', '.join(parts)}, {found['impossible']} impossible tokens; a right decoder shows this "
+        f"in less than one of {1 / found['false_alarm']:.0f} runs)"
+    ]
