@@ -1,0 +1,274 @@
+"""`dspark eval --compare A B C`: several ways to decode, side by side on the same prompts.
+
+Every contender answers every prompt with the same seed, and who goes first changes from prompt to
+prompt. Plain decoding is always among them: it says what a token costs, and at temperature 0 what
+the tokens are.
+
+    ratio        accepted length over that of the first contender, prompts resampled in pairs
+    speed-up     tokens per second over those of plain decoding, in pairs too
+    mismatches   answers at temperature 0 that are not plain decoding's, token for token
+
+The intervals are about prompts (`intervals.py`). Only first turns are asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from dspark.devices import find_device
+from dspark.distill.chat import ChatFormat, RowError
+from dspark.errors import UserError
+from dspark.files import atomic_write_json, atomic_write_text, prepare_folder
+from dspark.runtime.judge import Method
+from dspark.runtime.loading import load_target
+from dspark.runtime.records import Generation
+from dspark.runtime.sampling import SamplingParams
+from dspark.runtime.target import Target
+from dspark_eval import metrics
+from dspark_eval.compare_table import markdown
+from dspark_eval.contenders import PLAIN, Contender, chat_of, open_contender
+from dspark_eval.environment import describe_environment
+from dspark_eval.intervals import paired
+from dspark_eval.long_context import prompts_in_context
+from dspark_eval.report import progress
+from dspark_eval.settings import PUBLISHED_SEED
+from dspark_eval.speed import Decode, hash_tokens
+from dspark_eval.suites import Suite, load_suites
+
+COMPARE_FILE, TABLE_FILE = "compare.json", "compare.md"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """One call. `contenders`: see `contenders.py`; the first is what others are compared with.
+
+    draft_length: None: each its own block. n_prompts, suite_dir: see `load_suites`. out: folder for
+    compare.json and compare.md.
+    Raises UserError for what cannot be compared.
+    """
+
+    contenders: tuple[str, ...]
+    target: str | Path = "nano"
+    suites: tuple[str, ...] = ("nano",)
+    n_prompts: int | None = 100
+    max_new_tokens: int = 256
+    draft_length: int | None = None
+    verification: str = "token"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = PUBLISHED_SEED
+    threads: int | None = None
+    device: str = "cpu"
+    dtype: str = "float32"
+    out: Path | None = None
+    suite_dir: Path | None = None
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        names = self.contenders
+        if len(names) < 2:
+            raise UserError(f"--compare: expected two or more; got {len(names)}")
+        if len(set(names)) != len(names):
+            raise UserError(f"--compare: each once; got {', '.join(names)}")
+        if names[0] == PLAIN:
+            raise UserError("--compare plain ...: expected a drafter first, the others' reference")
+        for option, low in (("n_prompts", 1), ("max_new_tokens", 2), ("seed", 0)):
+            value = getattr(self, option)
+            if value is not None and value < low:
+                flag = option.replace("_", "-")
+                raise UserError(f"--{flag}: expected {low} or more; got {value}")
+        if self.draft_length is not None and self.draft_length < 1:
+            raise UserError(f"--draft-length: expected 1 or more; got {self.draft_length}")
+        if self.verification not in get_args(Method):
+            expected = " or ".join(get_args(Method))
+            raise UserError(f"--verification: expected {expected}; got {self.verification!r}")
+        self.sampling()
+
+    def sampling(self) -> SamplingParams:
+        """Of target and drafters alike."""
+        return SamplingParams(temperature=self.temperature, top_p=self.top_p, top_k=self.top_k)
+
+    @property
+    def method(self) -> Method:
+        return "block" if self.verification == "block" else "token"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Contenders and prompts, loaded: `prompts` by suite."""
+
+    target: Target
+    contenders: tuple[Contender, ...]
+    prompts: Mapping[str, list[list[int]]]
+    warnings: tuple[str, ...]
+
+
+def run_compare(options: CompareOptions) -> dict[str, Any]:
+    """Compare; print the table, and write compare.json and compare.md into `out`."""
+    loaded = load_all(options)
+    if options.out is not None:
+        prepare_folder(options.out)
+    document = compare_all(loaded, options)
+    text = markdown(document)
+    if options.out is not None:
+        atomic_write_json(options.out / COMPARE_FILE, document)
+        atomic_write_text(options.out / TABLE_FILE, text)
+    if not options.quiet:
+        print(text)
+    return document
+
+
+def load_all(options: CompareOptions) -> Compared:
+    """Everything that can be refused, before anything is measured.
+
+    Raises UserError for what `load_suites`, `load_target` and `open_contender` refuse, and with
+    file and line where the chat template refuses a prompt.
+    """
+    suites = [
+        suite
+        for name in options.suites
+        for suite in load_suites(
+            name, n_prompts=options.n_prompts, seed=options.seed, folder=options.suite_dir
+        )
+    ]
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    device = find_device(options.device, "--device")
+    loaded = load_target(options.target, dtype=getattr(torch, options.dtype), device=device)
+    names = options.contenders
+    if PLAIN not in names:
+        names = (*names, PLAIN)
+    opened = tuple(open_contender(name, loaded, options.draft_length) for name in names)
+    for contender in opened:  # a draft length beyond a block
+        _decode(contender, loaded.target, options)
+    chat, warnings = chat_of(options.contenders, loaded)
+    warnings += [
+        f"{s.name}: {text}" for s in suites for text in metrics.sample_size_warnings(len(s.rows))
+    ]
+    warnings += [note for suite in suites for note in suite.notes]
+    prompts = {suite.name: _prompt_ids(chat, suite) for suite in suites}
+    return Compared(loaded.target, opened, prompts, tuple(warnings))
+
+
+def _prompt_ids(chat: ChatFormat, suite: Suite) -> list[list[int]]:
+    ids, place = [], prompts_in_context(chat, suite.context)
+    for row in suite.rows:
+        try:
+            ids.append(place(row.prompt))
+        except RowError as problem:
+            raise UserError(f"{row.file}:{row.line}: {problem}; fix or drop the line") from None
+    return ids
+
+
+def compare_all(loaded: Compared, options: CompareOptions) -> dict[str, Any]:
+    """The JSON document: the setting, the contenders, and each suite by name."""
+    results = {}
+    for suite, prompts in loaded.prompts.items():
+        answers = decode_all(loaded, suite, prompts, options)
+        results[suite] = {
+            "n_prompts": len(prompts),
+            "prompts_sha256": hash_tokens(prompts),
+            "contenders": summaries(loaded.contenders, answers, options),
+        }
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "comparison",
+        "target": loaded.target.name,
+        "reference": loaded.contenders[0].name,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+        "top_k": options.top_k,
+        "max_new_tokens": options.max_new_tokens,
+        "draft_length": options.draft_length,
+        "verification": options.verification,
+        "seed": options.seed,
+        "contenders": [contender.facts() for contender in loaded.contenders],
+        "suites": results,
+        "warnings": list(loaded.warnings),
+        "environment": describe_environment(loaded.target.device, loaded.target.dtype),
+    }
+
+
+def _decode(contender: Contender, target: Target, options: CompareOptions) -> Decode:
+    return contender.decode(
+        target,
+        options.sampling(),
+        max_new_tokens=options.max_new_tokens,
+        draft_length=options.draft_length,
+        method=options.method,
+    )
+
+
+def decode_all(
+    loaded: Compared, suite: str, prompts: Sequence[list[int]], options: CompareOptions
+) -> list[list[Generation]]:
+    """Answers by contender and prompt; who goes first changes from prompt to prompt."""
+    ways = [_decode(contender, loaded.target, options) for contender in loaded.contenders]
+    for way in ways:  # once, so that nobody pays for what is made on first use
+        way(prompts[0], options.seed)
+    answers: list[list[Generation]] = [[] for _ in ways]
+    with progress(f"compare {suite}", len(prompts), options.quiet) as advance:
+        for index, prompt in enumerate(prompts):
+            for turn in range(len(ways)):
+                at = (index + turn) % len(ways)
+                answers[at].append(ways[at](prompt, options.seed + index))
+                if loaded.contenders[at].kind != PLAIN:
+                    metrics.check_generation(answers[at][-1])
+            advance()
+    return answers
+
+
+def summaries(
+    contenders: Sequence[Contender],
+    answers: Sequence[Sequence[Generation]],
+    options: CompareOptions,
+) -> list[dict[str, Any]]:
+    """What each contender's answers amount to, beside the first's and beside plain decoding."""
+    plain = answers[[contender.kind for contender in contenders].index(PLAIN)]
+    first = [answer.rounds for answer in answers[0]]
+    found = []
+    for contender, own in zip(contenders, answers, strict=True):
+        rounds = [answer.rounds for answer in own]
+        pooled = metrics.pool(rounds)
+        is_plain, seed = contender.kind == PLAIN, options.seed
+        estimates = metrics.estimates([[answer] for answer in own], seed=seed)
+        ratio = None
+        if own is not answers[0] and not is_plain:
+            ratio = asdict(metrics.compare(rounds, first, seed=seed))
+        speed = paired([_pace(a) for a in own], [_pace(a) for a in plain], seed=seed)
+        found.append(
+            {
+                "name": contender.name,
+                **{key: asdict(value) for key, value in estimates.items()},
+                "conditional_acceptance": metrics.conditional_acceptance(pooled),
+                "ratio": ratio,
+                "speedup": None if is_plain else asdict(speed),
+                "tokens_per_s": speed.ours,
+                "greedy_mismatches": _mismatches(own, plain, options),
+                **metrics.round_times_ms(pooled),
+                "emitted": [sum(r.emitted for r in held) for held in rounds],
+                "rounds": [len(held) for held in rounds],
+            }
+        )
+    return found
+
+
+def _pace(answer: Generation) -> tuple[float, float]:
+    """Tokens after the first, and their seconds."""
+    return max(len(answer.tokens) - 1, 0), answer.decode_s
+
+
+def _mismatches(
+    own: Sequence[Generation], plain: Sequence[Generation], options: CompareOptions
+) -> int | None:
+    """Answers that are not plain decoding's; None above temperature 0, where no two need agree."""
+    if not options.sampling().greedy:
+        return None
+    return sum(a.tokens != b.tokens for a, b in zip(own, plain, strict=True))

@@ -1,0 +1,65 @@
+"""A comparison as a table, one for each suite: markdown that reads well on a terminal too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dspark_eval.cells import NOT_MEASURED, interval, number, percent
+
+HEAD = (
+    "drafter",
+    "kind",
+    "parameters",
+    "accepted length [95 %]",
+    "over the first [95 %]",
+    "accepted drafts",
+    "draft share",
+    "speed-up [95 %]",
+    "other greedy texts",
+)
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """The setting in a line, a table for each suite, and what to be warned of."""
+    length = document["draft_length"] or "each its own block"
+    lines = [
+        f"Target {document['target']}, temperature {document['temperature']:g}, draft length "
+        f"{length}, verification {document['verification']}; first: {document['reference']}"
+    ]
+    kinds = {entry["name"]: entry for entry in document["contenders"]}
+    for name, suite in document["suites"].items():
+        rows = [_row(entry, kinds[entry["name"]]) for entry in suite["contenders"]]
+        lines += ["", f"{name}, {suite['n_prompts']} prompts", "", *table(HEAD, rows)]
+    lines += [f"\nwarning: {text}" for text in document["warnings"]]
+    return "\n".join(lines) + "\n"
+
+
+def _row(entry: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    length, ratio, speed = entry["accepted_length"], entry["ratio"], entry["speedup"]
+    parameters, wrong = facts["parameters"], entry["greedy_mismatches"]
+    return [
+        entry["name"],
+        facts["kind"],
+        NOT_MEASURED if parameters is None else f"{parameters / 1e6:.2f} M",
+        f"{number(length['value'], 2)} {interval(length['ci95'])}".strip(),
+        NOT_MEASURED
+        if ratio is None
+        else f"{number(ratio['ratio'], 3)} {interval(ratio['ratio_ci95'])}".strip(),
+        percent(entry["acceptance_rate"]["value"]),
+        percent(entry["draft_share"]["value"]),
+        NOT_MEASURED
+        if speed is None
+        else f"{number(speed['ratio'], 2)} {interval(speed['ratio_ci95'])}".strip(),
+        NOT_MEASURED if wrong is None else str(wrong),
+    ]
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a markdown table, its columns padded so that they stand under each other."""
+    widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)) + " |"
+
+    return [line(head), "|" + "|".join("-" * (w + 2) for w in widths) + "|", *map(line, rows)]
