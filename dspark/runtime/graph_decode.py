@@ -8,7 +8,8 @@ static ones. From there on the device decides alone: what was accepted, where a 
 next frame starts from. A text that the host ends (a stop string) leaves its seat one frame later,
 and what that frame said of it is dropped. On a CPU the same frames run unrecorded.
 
-Frames have one size for the whole run, and no rules: both would need the host in between.
+Frames have one size for the whole run or, under a policy, a few, each recorded once: which is next
+depends on letters that were read (`graph_sizes`). No rules: they would need the host in between.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ from dspark.runtime.graph_frame import Drafting, FrameResult, GraphFrame
 from dspark.runtime.graph_replay import Replay
 from dspark.runtime.graph_run import GraphRun
 from dspark.runtime.graph_seats import Chances, GraphSeats
+from dspark.runtime.graph_sizes import frame_sizes
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.lanes import Lanes
+from dspark.runtime.policies.fixed import Fixed
+from dspark.runtime.policies.frontier import Policy
 from dspark.runtime.prefill import TokenCallback, read_prompt
 from dspark.runtime.proposal import check_draft_length
 from dspark.runtime.records import Generation
@@ -50,11 +54,13 @@ class GraphDecoder:
         seats: Requests that run side by side.
         max_length: Longest text in tokens, prompt included.
         draft_length: Primaries of every frame; None: the drafter's whole block. 0: plain steps.
+        policy: Chooses the size of the next frame instead; see `frame_sizes`.
         sampling: Of all requests.
         static: The target's static pass, where several decoders share one; None: a new one.
         on_frame: Hears of every frame that is queued; for measurements.
 
-    Raises UserError for a pair that cannot work together, or that a frame cannot hold.
+    Raises UserError for a pair that cannot work together, or that a frame cannot hold, and for a
+    policy that needs a confidence head where there is none.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class GraphDecoder:
         seats: int = 1,
         max_length: int,
         draft_length: int | None = None,
+        policy: Policy | None = None,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
         static: StaticDecoder | None = None,
         on_frame: Callable[[FrameResult], None] | None = None,
@@ -72,44 +79,72 @@ class GraphDecoder:
         if seats < 1 or max_length < 1:
             raise UserError(f"seats {seats}, max_length {max_length}: expected at least 1")
         self.target, self.drafter, self.max_length = target, drafter, max_length
-        length = 0
         if drafter is not None:
             check_taps(target, drafter)
-            length = drafter.config.block_size if draft_length is None else draft_length
-            if length:
-                check_draft_length(drafter, length)
-        self.length, self.sampling = length, sampling
+        self.policy = self._policy(drafter, draft_length, policy)
+        block = 0 if drafter is None else drafter.config.block_size
+        self.sizes = frame_sizes(self.policy, block)
+        """Primaries of the frames, ascending; 0 is a plain step."""
+        self.length, self.sampling = self.sizes[-1], sampling
         self.decoder = StaticDecoder(target.model) if static is None else static
         self.on_frame = on_frame
         self.frame_s: list[float] = []
         """Seconds of every frame that was read."""
+        self.frame_sizes: list[int] = []
+        """Its size."""
         with torch.inference_mode():
             self._build(seats)
 
+    @staticmethod
+    def _policy(
+        drafter: DSparkDrafter | None, draft_length: int | None, policy: Policy | None
+    ) -> Policy:
+        if policy is None:
+            length = draft_length if drafter is not None else 0
+            if drafter is not None and length:
+                check_draft_length(drafter, length)
+            return Fixed(length)
+        if drafter is None or draft_length is not None:
+            raise UserError("policy: expected a drafter, and no draft_length beside it")
+        if policy.needs_confidence and drafter.confidence_head is None:
+            raise UserError("policy: the drafter has no confidence head; use fixed or entropy")
+        return policy
+
     def _build(self, seats: int) -> None:
-        target, drafter, length = self.target, self.drafter, self.length
+        target, drafter, most = self.target, self.drafter, self.length
         room = self.max_length
-        self.cache: StaticCache = self.decoder.new_cache(seats, room, length + 1, slots=length > 0)
-        self.seats = GraphSeats(seats, target.vocab_size, target.device, length)
+        self.cache: StaticCache = self.decoder.new_cache(seats, room, most + 1, slots=most > 0)
+        self.seats = GraphSeats(seats, target.vocab_size, target.device, most)
         self.drafting: Drafting | None = None
         if drafter is not None:
-            context = drafter.new_context(seats, room + length + 1, PrivateStorage())
+            context = drafter.new_context(seats, room + most + 1, PrivateStorage())
             context.fix_shapes(in_place=True)
             self.drafting = Drafting(drafter, DraftHead(target, drafter.draft_ids), context)
-        frame = GraphFrame(
-            self.decoder,
-            self.cache,
-            target.vocab_size,
-            self.seats,
-            self.drafting,
-            length,
-            Chances(self.sampling, seats, target.device),
-        )
+        chances = Chances(self.sampling, seats, target.device)
         self._alone = Chances(self.sampling, 1, target.device)
-        self.replay: Replay[FrameResult] = Replay(frame.run, target.device)
+        pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
+        self.replays: dict[int, Replay[FrameResult]] = {}
+        for size in reversed(self.sizes):
+            frame = GraphFrame(
+                self.decoder,
+                self.cache,
+                target.vocab_size,
+                self.seats,
+                self.drafting,
+                size,
+                most if size else 0,
+                chances,
+                turns=len(self.sizes) > 1,
+            )
+            self.replays[size] = Replay(frame.run, target.device, pool)
         self.lanes = Lanes(target.device)
         for seat in range(seats):  # recording ran frames on nothing
             self.empty(seat)
+
+    @property
+    def replay(self) -> Replay[FrameResult]:
+        """The largest frame."""
+        return self.replays[self.length]
 
     def empty(self, seat: int) -> None:
         """Idle from now on; whatever the seat held is gone."""

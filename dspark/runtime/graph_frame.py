@@ -4,11 +4,12 @@
     verify    target pass over [anchor, x_1..x_L], verdict
     settle    what was accepted, the next anchor, tokens left; the drafter's context reads the rest
 
-A frame without a drafter is a plain step: one row, one token. No tensor here is read by the host
-and no shape depends on a value. What the host will want to know leaves as a letter
-(`dspark_kernels.settle`).
+A frame without a drafter is a plain step: one row, one token. Frames of several sizes may take
+turns on the same seats: each drafts the whole block and sends what its size allows. No tensor here
+is read by the host and no shape depends on a value. What the host will want to know leaves as a
+letter (`dspark_kernels.settle`).
 
-Letters: B seats, L primaries sent, N taps, D hidden.
+Letters: B seats, G drafted, L <= G primaries sent, N taps, D hidden.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ class GraphFrame:
         vocab_size: Ids that are tokens.
         drafting: None: frames are plain steps.
         length: L, at most the trained block; 0: a plain step that feeds the drafter's context.
+        drafted: G, 0 in a plain step.
         chances: Of all seats.
+        turns: Whether frames of other sizes take turns with it.
     """
 
     decoder: StaticDecoder
@@ -100,22 +103,26 @@ class GraphFrame:
     seats: GraphSeats
     drafting: Drafting | None
     length: int
+    drafted: int
     chances: Chances
+    turns: bool = False
 
     def run(self) -> FrameResult:
         """Queue the whole frame."""
         seats, cache = self.seats, self.cache
         draft = None
+        if self.turns:  # the frame before did not know how many this one may send
+            seats.limit(self.length)
         tokens = seats.anchor.unsqueeze(1)
         if self.drafting is not None and self.length:
-            draft = self.drafting.propose(seats, self.length, self.chances)
-            tokens = torch.cat((tokens, draft.tokens), dim=1)
+            draft = self.drafting.propose(seats, self.drafted, self.chances)
+            tokens = torch.cat((tokens, draft.tokens[:, : self.length]), dim=1)
         taps = None if self.drafting is None else self.drafting.drafter.taps
         out = self.decoder.step(tokens, cache, taps=taps)
-        primaries = tokens[:, 1:] if draft is None else draft.tokens
-        judged = self._judge(out, primaries, draft)
+        drafted = tokens[:, 1:] if draft is None else draft.tokens
+        judged = self._judge(out, drafted[:, : self.length], draft)
         count, letter = ops.settle(
-            primaries,
+            drafted,
             judged.accepted,
             judged.next_token,
             judged.level,
@@ -141,13 +148,16 @@ class GraphFrame:
         logits = self.decoder.logits(out.last)[..., : self.vocab_size]
         chances, seats = self.chances, self.seats
         position, count = self.cache.lengths, tokens.shape[1] + 1
-        sampled = draft is not None and not chances.sampling.greedy
+        scores = law = None
+        if draft is not None and not chances.sampling.greedy:
+            scores = draft.scores[:, : self.length].contiguous()
+            law = type(draft.law)(*(part[:, : self.length].contiguous() for part in draft.law))
         return ops.verify_sample(
             logits,
             tokens,
             seats.sent,
-            scores=draft.scores if draft is not None and sampled else None,
-            law=draft.law if draft is not None and sampled else None,
+            scores=scores,
+            law=law,
             coins=chances.coins(seats.seed, position, ops.JUDGE_STREAM, count),
             temperature=chances.temperature,
             top_k=chances.top_k,

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dspark import ops
 from dspark.runtime.faults import raise_fault
+from dspark.runtime.graph_sizes import SizeRule
 from dspark.runtime.lanes import Mail, Span
 from dspark.runtime.prefill import clock
-from dspark.runtime.records import Generation
-from dspark.runtime.requests import Spent, Text
+from dspark.runtime.records import ALL_ACCEPTED, CUT, Generation
+from dspark.runtime.requests import Outcome, Spent, Text
 from dspark.runtime.sampling import text_positions
 from dspark.runtime.seats import outcome_of
 
@@ -33,6 +34,7 @@ class _Flying:
     """A frame that was queued; its letter is on its way."""
 
     texts: tuple[Text | None, ...]
+    size: int
     mail: Mail
     span: Span
 
@@ -45,6 +47,8 @@ class GraphRun:
         self.seated: list[Text | None] = [None] * decoder.seats.batch
         self.waiting = deque(texts)
         self.flying: deque[_Flying] = deque()
+        block = 0 if decoder.drafter is None else decoder.drafter.config.block_size
+        self.rule = SizeRule(decoder.policy.fresh(), decoder.sizes, len(self.seated), block)
         self.started: dict[Text, tuple[float, float]] = {}
         self.ended: dict[Text, float] = {}
 
@@ -81,34 +85,53 @@ class GraphRun:
                 self.started[text] = (start, clock(self.decoder.target.device))
                 if not text.finished:
                     self.seated[seat] = text
+                    self.rule.join(seat)
 
     def _queue(self) -> None:
         decoder = self.decoder
+        size = self.rule.next([seat for seat, text in enumerate(self.seated) if text is not None])
         with decoder.lanes.here() as span:
-            result = decoder.replay.run()
+            result = decoder.replays[size].run()
         if decoder.on_frame is not None:
             decoder.on_frame(result)
-        self.flying.append(_Flying(tuple(self.seated), Mail.send(result.letter), span))
+        self.flying.append(_Flying(tuple(self.seated), size, Mail.send(result.letter), span))
 
     def _read(self, frame: _Flying) -> None:
         table, _ = frame.mail.read()
-        drafter, drafted = self.decoder.drafter, self.decoder.length
+        decoder, seconds = self.decoder, frame.span.seconds()
+        decoder.frame_s.append(seconds)
+        decoder.frame_sizes.append(frame.size)
+        said = self._outcomes(frame, table)
+        self.rule.learn(said)
+        spent = Spent(0.0, seconds, 0.0, frame.size + 1)
+        for seat, outcome in said.items():
+            text = self.seated[seat]
+            assert text is not None
+            count = text.take(outcome)
+            if decoder.drafter is not None:
+                text.rounds.append(outcome.record(count, spent))
+                self.rule.policy.observe(text.rounds[-1])
+            if text.finished:
+                self.ended[text] = time.perf_counter()
+                decoder.empty(seat)
+                self.seated[seat] = None
+
+    def _outcomes(self, frame: _Flying, table: list[list[float]]) -> dict[int, Outcome]:
+        """What a letter says of the texts that still run. Raises BadLogits."""
+        drafter = self.decoder.drafter
+        drafted = self.decoder.length if frame.size else 0
         confident = drafter is not None and drafter.confidence_head is not None
         cuts = [ops.LETTER_HEADS, drafted, drafted, drafted if confident else 0]
-        self.decoder.frame_s.append(frame.span.seconds())
-        spent = Spent(0.0, self.decoder.frame_s[-1], 0.0, drafted + 1)
+        said = {}
         for seat, (text, numbers) in enumerate(zip(frame.texts, table, strict=True)):
             if text is None or self.seated[seat] is not text:
                 continue
             _raise(text, int(numbers[5]))
-            outcome = outcome_of(numbers, cuts, text.left - 1)
-            count = text.take(outcome)
-            if drafter is not None:
-                text.rounds.append(outcome.record(count, spent))
-            if text.finished:
-                self.ended[text] = time.perf_counter()
-                self.decoder.empty(seat)
-                self.seated[seat] = None
+            found = outcome_of(numbers, cuts, text.left - 1)
+            if found.level == ALL_ACCEPTED and found.length < len(found.tokens):
+                found = replace(found, level=CUT)  # the frame ended before the draft
+            said[seat] = found
+        return said
 
 
 def _raise(text: Text, fault: int) -> None:

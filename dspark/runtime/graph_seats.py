@@ -51,6 +51,11 @@ class GraphSeats:
         self.seed[seat] = request_seed(seed, index)
         self.ends[seat] = marks(ends, self.ends[seat])
 
+    def limit(self, most: int) -> None:
+        """The frame that is being queued sends at most so many primaries."""
+        torch.sub(self.left, 1, out=self.sent)
+        self.sent.clamp_(0, most)
+
     def leave(self, seat: int) -> None:
         """The seat is idle from the next frame on."""
         self.left[seat] = 0

@@ -1,0 +1,206 @@
+"""Recorded frames of several sizes: the texts of plain decoding, whichever comes next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from dspark.draft.model import DSparkDrafter
+from dspark.errors import UserError
+from dspark.runtime.cost_model import BatchCosts, CostModel
+from dspark.runtime.graph_decode import GraphDecoder
+from dspark.runtime.graph_sizes import SizeRule, frame_sizes
+from dspark.runtime.k3_target import K3Target
+from dspark.runtime.policies import (
+    Auto,
+    AutoSettings,
+    Bands,
+    Confidence,
+    Delayed,
+    Entropy,
+    Fixed,
+    Policy,
+    Throughput,
+)
+from dspark.runtime.policies.auto import RunningTime, Times
+from dspark.runtime.requests import Outcome, Request
+from dspark.runtime.sampling import SamplingParams
+from tests.k3_tiny import tiny_model
+from tests.test_graph_decode import (
+    BLOCK,
+    DRAFTERS,
+    PROMPTS,
+    SMALL,
+    plain_texts,
+    requests,
+    scripted,
+)
+from tests.tiny_drafters import make_drafter
+
+COST = CostModel(
+    (BatchCosts(1, 1.0, {1: 0.1, 8: 0.1}, {n: 1 + 0.25 * n for n in range(1, 10)}, 0.0),),
+    "t",
+    "d",
+    0,
+)
+"""A row more costs a fifth of a plain step."""
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "entropy": lambda: Entropy(min_draft=1, h_stop=3.9),
+    "confidence": lambda: Confidence(min_draft=1, s_stop=0.3),
+    "throughput": lambda: Throughput(min_draft=1, cost=COST),
+    "throughput-delayed": lambda: Delayed(COST, limits=(1, None)),
+    "auto": lambda: Auto(Entropy(min_draft=1, h_stop=3.9), AutoSettings(0.5, 0.5, 1, 2, 4)),
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> K3Target:
+    return K3Target(tiny_model(SMALL), "tiny", ())
+
+
+@pytest.fixture(scope="module")
+def drafter() -> DSparkDrafter:
+    return make_drafter(DRAFTERS["kda"])
+
+
+def outcome(*confidence: float) -> Outcome:
+    count = len(confidence)
+    return Outcome(0, 7, 2, -1, -1, count, [1] * count, confidence, [0.1] * count, [])
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("seats", [1, 3])
+def test_texts_are_those_of_plain_decoding(
+    target: K3Target,
+    drafter: DSparkDrafter,
+    policy: Callable[[], Policy],
+    seats: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every accepted length of every size, ragged over the seats."""
+    asked = requests(length=14)
+    plain = plain_texts(target, asked)
+    texts = [list(r.prompt_ids) + text for r, text in zip(asked, plain, strict=True)]
+    scripted(monkeypatch, texts, 3)
+    decoder = GraphDecoder(target, drafter, seats=seats, max_length=40, policy=policy())
+    found = decoder.generate_many(asked)
+    assert [g.tokens for g in found] == plain
+    rounds = [r for g in found for r in g.rounds]
+    assert sum(r.emitted for r in rounds) == sum(len(text) - 1 for text in plain)
+    assert all(r.accepted <= r.verified <= min(r.drafted, BLOCK) for r in rounds)
+    assert decoder.sizes == ((0, 1, 2, 4) if "Auto" in repr(policy()) else (1, 2, 4))
+
+
+@pytest.mark.parametrize("backbone", ["attention", "mla"])
+def test_any_order_of_sizes_gives_the_same_texts(
+    target: K3Target, backbone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small after large, large after plain: what was limited before does not stay."""
+    asked = requests(length=14)
+    plain = plain_texts(target, asked)
+    texts = [list(r.prompt_ids) + text for r, text in zip(asked, plain, strict=True)]
+    scripted(monkeypatch, texts, 1)
+    generator = torch.Generator().manual_seed(0)
+
+    def any_size(self: SizeRule, seats: list[int]) -> int:
+        return (0, 1, 2, 4)[int(torch.randint(4, (), generator=generator))]
+
+    monkeypatch.setattr(SizeRule, "next", any_size)
+    made = make_drafter(DRAFTERS[backbone])
+    decoder = GraphDecoder(target, made, seats=2, max_length=40, policy=Auto(Fixed(BLOCK)))
+    found = decoder.generate_many(asked)
+    assert [g.tokens for g in found] == plain
+    assert set(decoder.frame_sizes) == {0, 1, 2, 4}
+    verified = {r.verified for g in found for r in g.rounds}
+    assert verified >= {0, 1, 2, 4}
+    assert {r.level for g in found for r in g.rounds} == {0, 2, 3}
+
+
+def test_auto_decodes_plainly_where_drafts_are_wrong(
+    target: K3Target, drafter: DSparkDrafter
+) -> None:
+    """A random drafter, and frames that take three times as long as a plain one: 4 at first, one
+    late, then probes between pauses of 8, 16 and more."""
+    times = Times(RunningTime(1.0), RunningTime(3.0))
+    rules = AutoSettings(patience=1.0, probe=1.0, pause=8, weight=1e-9)
+    policy = Auto(Fixed(BLOCK), rules, times)
+    decoder = GraphDecoder(target, drafter, max_length=60, policy=policy)
+    asked = [Request(PROMPTS[0], 40)]
+    assert decoder.generate_many(asked)[0].tokens == plain_texts(target, asked)[0]
+    assert decoder.frame_sizes[0] == BLOCK
+    assert decoder.frame_sizes.count(0) > 0.7 * len(decoder.frame_sizes)
+
+
+def test_the_next_size_holds_the_running_mean_of_wishes() -> None:
+    rule = SizeRule(Confidence(min_draft=1, s_stop=0.5), (1, 2, 4, 8), seats=2, block=8)
+    assert rule.next([0, 1]) == 8, "nothing is known"
+    rule.learn({0: outcome(0.9, 0.9, 0.4, 0.9, 0.9, 0.9, 0.9, 0.9)})
+    assert rule.next([0]) == 2, "0.9, 0.81, then 0.32"
+    assert rule.next([0, 1]) == 8, "the other seat is as it was"
+    rule.learn({0: outcome(*[0.99] * 8), 1: outcome(0.2, *[0.9] * 7)})
+    assert rule.next([0]) == 8, "mean of 2 and 8: no size between 4 and 8"
+    assert rule.next([1]) == 1, "the first position is sent whatever the rule says"
+    rule.learn({0: outcome(0.9, 0.9, 0.1, *[0.9] * 5)})
+    assert rule.next([0]) == 4, "mean of 5 and 2, to the nearest token"
+    rule.join(0)
+    assert rule.next([0]) == 8
+
+
+def test_throughput_takes_the_length_that_its_curve_promises_most_for() -> None:
+    rule = SizeRule(Throughput(min_draft=1, cost=COST), (1, 2, 4, 8), seats=1, block=8)
+    rule.learn({0: outcome(0.9, 0.5, 0.1, 0.9, 0.9, 0.9, 0.9, 0.9)})
+    # tokens / seconds: 1.9 / 1.6, 2.35 / 1.85, 2.395 / 2.1
+    assert rule.next([0]) == 2
+    rule.join(0)
+    rule.learn({0: outcome(*[0.97] * 8)})
+    assert rule.next([0]) == 8
+
+
+def test_sizes_that_are_recorded() -> None:
+    assert frame_sizes(Fixed(5), 8) == (5,)
+    assert frame_sizes(Entropy(max_draft=7), 8) == (1, 2, 4, 7)
+    assert frame_sizes(Auto(Entropy()), 8) == (0, 1, 2, 4, 8)
+    assert frame_sizes(Entropy(), 3) == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"policy": Bands(Fixed())}, "siblings"),
+        ({"policy": Entropy(), "draft_length": 3}, "no draft_length"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    target: K3Target, drafter: DSparkDrafter, more: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        GraphDecoder(target, drafter, max_length=9, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_frames_of_changing_size_keep_the_targets_law(
+    target: K3Target, drafter: DSparkDrafter
+) -> None:
+    """Tokens of many short texts against those of plain frames."""
+    sampling, count = SamplingParams(temperature=1.0), 4000
+    seen = []
+    for policy in (None, Entropy(min_draft=1, h_stop=3.9)):
+        decoder = GraphDecoder(
+            target,
+            None if policy is None else drafter,
+            seats=10,
+            max_length=14,
+            sampling=sampling,
+            policy=policy,
+        )
+        asked = [Request(PROMPTS[0], 6, index=i) for i in range(count)]
+        seen.append(torch.tensor([g.tokens for g in decoder.generate_many(asked)]))
+    assert len(set(decoder.frame_sizes)) > 1
+    for place in range(6):
+        a, b = (torch.bincount(x[:, place], minlength=SMALL.vocab_size).float() for x in seen)
+        chi2 = ((a - b).square() / (a + b).clamp(min=1)).sum()
+        freedom = int(((a + b) > 0).sum()) - 1
+        assert chi2 < freedom + 5 * (2 * freedom) ** 0.5
