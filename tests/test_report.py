@@ -70,8 +70,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def page(report: dict[str, Any]) -> str:
-    """What was written."""
-    return Path(report["report"]).read_text(encoding="utf-8")
+    """What was written, as Markdown."""
+    return Path(report["markdown"]).read_text(encoding="utf-8")
 
 
 def _links(text: str) -> list[str]:
@@ -81,23 +81,30 @@ def _links(text: str) -> list[str]:
 def test_a_run_is_put_on_one_page(measured: Path, tmp_path: Path) -> None:
     text = page(run_report([measured], tmp_path / "out"))
     heads = re.findall(r"^## (\w+)", text, flags=re.MULTILINE)
-    assert sorted(heads) == ["Acceptance", "Calibration", "Speed", "Training"]
+    assert heads == ["Headline", "Speed", "Acceptance", "Calibration", "Training", "Where"]
     evaluation = read_json(measured / "eval" / "eval.json")
     (suite,) = evaluation["suites"].values()
     low, high = suite["accepted_length_ci95"]
-    assert f"| prompts | 4 | {suite['accepted_length']:.2f} [{low:.2f}, {high:.2f}] |" in text
+    rounds = suite["n_rounds"]
+    length = f"{suite['accepted_length']:.2f} [{low:.2f}, {high:.2f}]"
+    assert f"| prompts | 4 | {rounds} | {length} |" in text
     for run in read_json(measured / "b.json")["runs"]:
         assert f"| {run['temperature']:g} | {run['plain_tokens_per_s']:.1f} |" in text
     assert "20 steps in 2 s." in text
     assert "| held-out | 2.250 | 1.63 |" in text
     assert "draft length 4, at most 8 new tokens" in text
     links = _links(text)
-    assert len(links) == len(set(links)) == 4
+    assert len(links) == len(set(links))
+    shown = {link.split("-", 1)[1].removesuffix(".png") for link in links}
+    assert shown >= {
+        "speed", "acceptance", "rounds", "drafts-accepted", "timeline", "reliability-t1",
+        "ece-t1", "reliability-by-position-t1", "training",
+    }  # fmt: skip
     for link in links:
         assert (tmp_path / "out" / link).read_bytes().startswith(PNG)
     for block in text.split("\n\n"):  # every table has as many cells in each row as in its head
         if block.startswith("|"):
-            assert len({row.count("|") for row in block.splitlines()}) == 1
+            assert len({row.replace("\\|", "").count("|") for row in block.splitlines()}) == 1
 
 
 def test_a_study_is_rebuilt_from_its_runs_and_its_runs_are_not_shown(tmp_path: Path) -> None:
@@ -105,7 +112,9 @@ def test_a_study_is_rebuilt_from_its_runs_and_its_runs_are_not_shown(tmp_path: P
     build_table(folder)
     (folder / TABLE_FILE).write_text("{}")  # what an older version wrote does not count
     text = page(run_report([folder, folder], tmp_path / "out"))
-    assert re.findall(r"^#+ .*$", text, flags=re.MULTILINE) == ["# Report", "## Which hand?"]
+    assert re.findall(r"^#+ .*$", text, flags=re.MULTILINE) == [
+        "# Report", "## Which hand?", "## Where the numbers come from"
+    ]  # fmt: skip
     assert "| right | 0.001 M | 10 | 4 | 3.000 (3.00 to 3.00) | 1.50 | 1.500 [" in text
     assert [link.split("-", 1)[1] for link in _links(text)] == [
         "accepted.png", "positions.png", "long.png", "costs.png"
@@ -128,7 +137,7 @@ def test_a_file_is_known_by_what_it_holds(tmp_path: Path) -> None:
     (tmp_path / "notes.json").write_text("{not json")
     atomic_write_json(tmp_path / "config.json", {"hidden_size": 3})
     assert [item.path.name for item in find(tmp_path)] == ["any.json"]
-    assert find(tmp_path / "any.json")[0].value == HISTORY
+    assert find(tmp_path / "any.json")[0].value == {"history": HISTORY, "settings": None}
 
 
 # ------------------------------------------------------------------ what is refused
@@ -162,7 +171,7 @@ def test_a_folder_with_nothing_known_is_one_line(command: Run, tmp_path: Path) -
 
 
 def test_a_file_of_another_version_is_named(tmp_path: Path) -> None:
-    atomic_write_json(tmp_path / "eval.json", {"suites": {"x": {}}, "draft_length": 3})
+    atomic_write_json(tmp_path / "eval.json", {"suites": {"x": {}}, "draft_length": 3, "seed": 0})
     with pytest.raises(UserError, match=r"eval\.json: not as this version .*KeyError"):
         run_report([tmp_path], tmp_path / "out")
 
@@ -177,7 +186,7 @@ def test_a_place_that_cannot_be_written_is_said(command: Run, tmp_path: Path) ->
 def test_the_command_prints_where_the_page_is(command: Run, tmp_path: Path) -> None:
     atomic_write_json(tmp_path / "t.json", HISTORY)
     out = tmp_path / "out"
-    assert command(tmp_path / "t.json", "--out", out) == (0, f"{out / 'report.md'}\n", "")
+    assert command(tmp_path / "t.json", "--out", out) == (0, f"{out / 'report.html'}\n", "")
     code, text, _ = command("--help")
     assert code == 0
     assert "Example: dspark report" in text
@@ -189,8 +198,8 @@ def test_json_names_the_page_its_sources_and_its_pictures(command: Run, tmp_path
     code, text, err = command(source, "--out", out, "--json")
     assert (code, err) == (0, "")
     found = json.loads(text)
-    (section,) = found["sections"]
-    assert (found["schema_version"], found["report"]) == (1, str(out / "report.md"))
+    section, _ = found["sections"]
+    assert (found["schema_version"], found["report"]) == (1, str(out / "report.html"))
     assert section["source"] == str(source)
     text = page(found)
     assert f"## {section['title']}" in text.splitlines()

@@ -17,9 +17,9 @@ def report(
         list[Path],
         typer.Argument(metavar="RUN...", help="Run folders, studies, or single JSON files."),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for report.md and its pictures.")] = Path(
-        "report"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Folder for report.html, .json, .md and the pictures.")
+    ] = Path("report"),
     as_json: PrintJson = False,
 ) -> None:
     """Put what other commands measured on one page: tables and plots, from their JSON files."""

@@ -7,7 +7,7 @@ in marker or hatch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 GREY = "#666666"
 DPI = 150
 
-Run = dict[str, Any]
+Run = Mapping[str, Any]
 
 
 def plot_bench(runs: Sequence[Run], path: Path) -> None:
@@ -34,10 +34,10 @@ def plot_bench(runs: Sequence[Run], path: Path) -> None:
     figure = Figure(figsize=(13, 4.4), layout="constrained")
     speed, position, split = figure.subplots(1, 3, width_ratios=(1.1, 1.1, 1))
     first = runs[0]
-    _draw_speed(speed, runs)
+    draw_speed(speed, runs)
     curves = {f"temperature {run['temperature']:g}": run for run in runs}
-    _draw_positions(position, curves)
-    _draw_split(split, runs)
+    draw_positions(position, curves)
+    draw_split(split, runs)
     figure.suptitle(
         f"{_label(first['target'])}, batch {first['batch']}, draft length "
         f"{first['extra']['draft_length']}, n = {counted(first['n_prompts'], 'prompt')}, "
@@ -56,13 +56,13 @@ def plot_eval(document: dict[str, Any], path: Path) -> None:
         f"{name} (n = {counted(suite['n_prompts'], 'prompt')})": suite
         for name, suite in document["suites"].items()
     }
-    _draw_positions(axes, curves)
+    draw_positions(axes, curves)
     setting = f"temperature {document['temperature']:g}, draft length {document['draft_length']}"
     axes.set_title(f"{_label(document['target'])}, {setting}", fontsize=10)
     _save(figure, path)
 
 
-def _draw_speed(axes: Axes, runs: Sequence[Run]) -> None:
+def draw_speed(axes: Axes, runs: Sequence[Run]) -> None:
     """Bars with 95 % intervals; the speed-up stands above each speculative bar."""
     width = 0.38
     ways = (("plain", BLUE, ""), ("speculative", ORANGE, "//"))
@@ -99,10 +99,11 @@ def _draw_speed(axes: Axes, runs: Sequence[Run]) -> None:
     axes.set_title("Speed (whiskers: 95 % over prompts)", fontsize=10)
     axes.set_ylim(0, 1.3 * max(*tops, *(run["plain_tokens_per_s"] for run in runs)))
     axes.legend(loc="upper right", frameon=False, ncols=3, fontsize=8)
-    _tidy(axes)
+    tidy(axes)
 
 
-def _draw_positions(axes: Axes, curves: dict[str, Run]) -> None:
+def draw_positions(axes: Axes, curves: Mapping[str, Run]) -> None:
+    """A line for each curve; the accepted length of a run that has one stands in the legend."""
     longest = 1
     for index, (label, run) in enumerate(curves.items()):
         chances = run["conditional_acceptance"]
@@ -123,10 +124,10 @@ def _draw_positions(axes: Axes, curves: dict[str, Run]) -> None:
     axes.set_ylabel("P(accepted | all before accepted)")
     axes.set_title("Conditional acceptance", fontsize=10)
     axes.legend(loc="lower left", frameon=False, fontsize=8)
-    _tidy(axes)
+    tidy(axes)
 
 
-def _draw_split(axes: Axes, runs: Sequence[Run]) -> None:
+def draw_split(axes: Axes, runs: Sequence[Run]) -> None:
     """Stacked milliseconds of a round beside the plain steps that give as many tokens."""
     parts = (("draft_ms", "draft", SKY, ""), ("verify_ms", "verify", GREEN, "//"),
              ("other_ms", "other", PINK, ".."))  # fmt: skip
@@ -149,7 +150,7 @@ def _draw_split(axes: Axes, runs: Sequence[Run]) -> None:
     axes.set_title("Where a round goes", fontsize=10)
     axes.set_ylim(0, 1.35 * axes.get_ylim()[1])
     axes.legend(loc="upper right", frameon=False, ncols=2, fontsize=8)
-    _tidy(axes)
+    tidy(axes)
 
 
 def _label(name: str) -> str:
@@ -157,7 +158,8 @@ def _label(name: str) -> str:
     return Path(name).name or name
 
 
-def _tidy(axes: Axes) -> None:
+def tidy(axes: Axes) -> None:
+    """Two spines, and a grid that stays in the background."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     axes.set_axisbelow(True)

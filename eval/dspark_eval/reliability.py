@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ COLUMNS = 4
 SMALLEST_DOT, LARGEST_DOT = 8.0, 90.0  # points squared; the area tells how many rounds
 
 
-def plot_reliability(document: dict[str, Any], report: dict[str, Any], path: Path) -> None:
+def plot_reliability(document: Mapping[str, Any], report: Mapping[str, Any], path: Path) -> None:
     """Draw one entry of `reliability.json` into a file."""
     slots = len(report["diagram"])
     columns = min(COLUMNS, slots)
@@ -46,7 +47,7 @@ def plot_reliability(document: dict[str, Any], report: dict[str, Any], path: Pat
     figure.savefig(path, dpi=DPI)
 
 
-def _draw_slot(axes: Axes, report: dict[str, Any], slot: int) -> None:
+def _draw_slot(axes: Axes, report: Mapping[str, Any], slot: int) -> None:
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle="--")
     for name, colour, marker in (("before", ORANGE, "s"), ("after", BLUE, "o")):
         bins = report["diagram"][slot][name]

@@ -1,0 +1,135 @@
+"""The section of `dspark eval`: accepted length by prompt set, and what explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from dspark.wording import counted
+from dspark_eval.cells import interval, number, percent
+from dspark_eval.plots import draw_positions
+from dspark_eval.report_notes import policy_words
+from dspark_eval.reporting.blocks import Block, Picture, Prose, Section, notes, table
+from dspark_eval.reporting.figures import draw_curves, panel
+from dspark_eval.reporting.speed import round_blocks
+from dspark_eval.reporting.words import machine, positions_alt, short
+
+Suites = Mapping[str, Mapping[str, Any]]
+
+
+def evaluation(source: str, value: Any) -> Section:
+    """Sets are never merged: the topic of a prompt moves accepted length more than a drafter."""
+    return Section(f"Acceptance: {short(source)}", tuple(_evaluation(value)), source)
+
+
+def _evaluation(value: Mapping[str, Any]) -> Iterator[Block]:
+    suites: Suites = value["suites"]
+    first = next(iter(suites.values()))
+    setting = f"temperature {value['temperature']:g}, draft length {value['draft_length']}"
+    if value.get("policy", "fixed") != "fixed":
+        setting = f"temperature {value['temperature']:g}, policy {policy_words(first)}"
+    yield Prose(
+        f"`{value['drafter']}` for `{value['target']}`, {setting}, at most "
+        f"{counted(first['max_new_tokens'], 'new token')}, seed {value['seed']}, "
+        f"{machine(first['environment'])}. Pooled over prompts, the bonus token included; 95 % "
+        "bootstrap over prompts."
+    )
+    yield table(
+        "Each prompt set",
+        ("prompt set", "prompts", "rounds", "accepted length", "without loops", "accepted drafts",
+         "answers that loop", "exact answers"),
+        (_suite_row(name, suite) for name, suite in suites.items()),
+    )  # fmt: skip
+    longest = max(len(suite["conditional_acceptance"]) for suite in suites.values())
+    yield table(
+        "Conditional acceptance by draft position",
+        ("prompt set", *map(str, range(1, longest + 1))),
+        (
+            (name, *(number(c, 2) for c in _padded(suite["conditional_acceptance"], longest)))
+            for name, suite in suites.items()
+        ),
+    )
+    yield from notes(value["warnings"])
+    yield Picture(
+        "acceptance",
+        "Chance that a draft is accepted once all before it were, by its position.",
+        positions_alt(suites),
+        partial(panel, partial(draw_positions, curves=_named(suites)), title=setting),
+    )
+    yield from _thresholds(suites, setting)
+    yield from round_blocks({name: {**suite} for name, suite in suites.items()})
+    yield from _contexts(suites)
+
+
+def _named(suites: Suites) -> dict[str, Any]:
+    return {f"{name} (n = {suite['n_prompts']} prompts)": suite for name, suite in suites.items()}
+
+
+def _suite_row(name: str, suite: Mapping[str, Any]) -> Sequence[str]:
+    return (
+        name,
+        str(suite["n_prompts"]),
+        str(suite["n_rounds"]),
+        f"{number(suite['accepted_length'], 2)} {interval(suite['accepted_length_ci95'])}",
+        number(suite["accepted_length_without_loops"], 2),
+        percent(suite["acceptance_rate"]),
+        percent(suite["loop_share"]),
+        percent(suite["exact_answers"]),
+    )
+
+
+def _padded(values: Sequence[float | None], size: int) -> list[float | None]:
+    return [*values, *[None] * (size - len(values))]
+
+
+def _thresholds(suites: Suites, setting: str) -> Iterator[Picture]:
+    """What the recorded rounds would have given, cut where confidence falls below a threshold."""
+    found = {name: s["threshold_curve"] for name, s in suites.items() if s.get("threshold_curve")}
+    for key, label in (
+        ("accepted_length", "accepted length (tokens per round)"),
+        ("acceptance_rate", "accepted drafts (share of those sent)"),
+    ):
+        curves = {
+            f"{name} (n = {points[0]['rounds']} rounds)": [
+                (point["threshold"], point[key]) for point in points
+            ]
+            for name, points in found.items()
+        }
+        if curves:
+            drawn = partial(draw_curves, curves=curves, x="confidence threshold of a cut", y=label)
+            yield Picture(
+                f"threshold-{key.split('_')[0]}",
+                f"Threshold sweep: {label} of the same rounds, cut at the first draft whose "
+                "confidence is below.",
+                _curves_alt(curves),
+                partial(panel, drawn, title=setting),
+            )
+
+
+def _curves_alt(curves: Mapping[str, Sequence[tuple[float, float | None]]]) -> str:
+    return "; ".join(
+        f"{name}: " + ", ".join(f"{number(y, 2)} at {x:g}" for x, y in points)
+        for name, points in curves.items()
+    )
+
+
+def _contexts(suites: Suites) -> Iterator[Block]:
+    """By the tokens in front of a round, if there is more than one bucket of it."""
+    if all(len(suite["context_buckets"]) < 2 for suite in suites.values()):
+        return
+    yield table(
+        "Accepted length by the tokens in front of a round",
+        ("prompt set", "tokens", "rounds", "accepted length"),
+        (
+            (name, _bucket(b), str(b["rounds"]), number(b["accepted_length"], 2))
+            for name, suite in suites.items()
+            for b in suite["context_buckets"]
+        ),
+        texts=2,
+    )
+
+
+def _bucket(bucket: Mapping[str, Any]) -> str:
+    low, high = bucket["low"], bucket["high"]
+    return f"{low} and more" if high is None else f"{low} to {high - 1}"

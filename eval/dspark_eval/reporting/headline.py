@@ -1,0 +1,195 @@
+"""What a reader wants first, and last: the figures of all sources in one table, and their origin.
+
+Numbers of different machines, prompts or code are shown beside each other, never merged; where
+that makes a comparison doubtful the page says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dspark_eval.cells import NOT_MEASURED, interval, number, percent
+from dspark_eval.reporting.blocks import Block, Prose, Section, notes, table
+from dspark_eval.reporting.sources import Found
+
+HEADS = (
+    "drafter, prompt set, temperature", "speed-up", "accepted length", "accepted drafts",
+    "prompts", "same text", "calibration error",
+)  # fmt: skip
+Document = Mapping[str, Any]
+
+
+def headline(found: Sequence[Found]) -> Section | None:
+    """One row for each setting that was measured; None where nothing was decoded."""
+    errors = {
+        (_name(item.value["drafter"]), setting["temperature"]): setting["average_ece_after"]
+        for item in found
+        if item.kind.name == "calibration"
+        for setting in item.value["settings"]
+    }
+    rows = [row for item in found for row in _rows(item, errors)]
+    if not rows:
+        return None
+    blocks: list[Block] = [
+        Prose(
+            "Accepted length: tokens per round, the target's own included. Speed-up: against plain "
+            "decoding of the same target in the same process. Same text: greedy answers equal to "
+            "plain decoding's. Brackets: 95 % over prompts."
+        ),
+        table("Everything that was decoded", HEADS, rows),
+        *notes(_doubts(found)),
+    ]
+    return Section("Headline", tuple(blocks))
+
+
+def subject(found: Sequence[Found]) -> str:
+    """One line on what a report is about: drafters, targets, machines, days."""
+    drafters, targets, machines, days = (dict[str, None](), dict[str, None](), dict[str, None](),
+                                         set[str]())  # fmt: skip
+    for item in found:
+        facts = environment(item)
+        value = item.value if isinstance(item.value, Mapping) else {}
+        drafters |= dict.fromkeys([_name(value["drafter"])] if value.get("drafter") else ())
+        targets |= dict.fromkeys([_name(value["target"])] if value.get("target") else ())
+        if facts:
+            machines[str(facts["device_name"])] = None
+            days.add(facts["date"][:10])
+    parts = (
+        f"{', '.join(drafters)} for {', '.join(targets)}" if drafters else ", ".join(targets),
+        ", ".join(machines),
+        " to ".join(sorted({min(days), max(days)})) if days else "",
+    )
+    return "; ".join(filter(None, parts))
+
+
+def _rows(item: Found, errors: Mapping[tuple[str, float], float]) -> Iterator[Sequence[str]]:
+    value = item.value
+    if item.kind.name == "bench":
+        for run in value.get("runs", [value]):
+            same = NOT_MEASURED
+            if run["greedy_mismatches"] is not None:
+                same = f"{run['n_prompts'] - run['greedy_mismatches']} of {run['n_prompts']}"
+            yield _row(value, run["extra"]["prompts"], run, run["temperature"], same, errors)
+    elif item.kind.name in ("eval", "frames"):
+        for name, suite in value["suites"].items():
+            equal = suite.get("texts_equal")
+            same = NOT_MEASURED if equal is None else f"{equal} of {suite['n_prompts']}"
+            yield _row(value, name, suite, value["temperature"], same, errors)
+
+
+def _row(
+    value: Document,
+    prompts: str,
+    figures: Document,
+    temperature: float,
+    same: str,
+    errors: Mapping[tuple[str, float], float],
+) -> Sequence[str]:
+    drafter = _name(value.get("drafter") or value["target"])
+    speedup = figures["speedup"]
+    return (
+        f"{drafter}\n{prompts}, {temperature:g}",
+        NOT_MEASURED if speedup is None
+        else f"{speedup:.2f}x {interval(figures['speedup_ci95'])}".strip(),
+        f"{number(figures['accepted_length'], 2)} {interval(figures['accepted_length_ci95'])}",
+        percent(figures.get("acceptance_rate")),
+        str(figures["n_prompts"]),
+        same,
+        percent(errors.get((drafter, temperature))),
+    )  # fmt: skip
+
+
+def _name(drafter: str) -> str:
+    return Path(drafter).name or drafter
+
+
+def _doubts(found: Sequence[Found]) -> Iterator[str]:
+    """What keeps two rows of the table from being compared."""
+    timed = [item for item in found if item.kind.name in ("bench", "frames")]
+    machines = {_machine(environment(item)) for item in timed}
+    if len(machines) > 1:
+        yield (
+            "speeds come from different machines or settings: compare speed-ups and accepted "
+            f"lengths, not seconds ({'; '.join(sorted(machines))})"
+        )
+    for name, drawn in _draws(found).items():
+        if len(drawn) > 1:
+            yield (
+                f"{name}: {len(drawn)} different draws of prompts; accepted lengths on it differ "
+                "by the prompts too"
+            )
+
+
+def _machine(facts: Document) -> str:
+    return f"{facts['device_name']}, threads {facts['threads']}, {facts['dtype']}"
+
+
+def _draws(found: Sequence[Found]) -> dict[str, set[str]]:
+    """Prompt set -> hashes of the prompts that were drawn from it."""
+    drawn: dict[str, set[str]] = {}
+    for item in found:
+        if item.kind.name == "bench":
+            extra = item.value["extra"]
+            drawn.setdefault(extra["prompts"], set()).add(extra["prompts_sha256"])
+        elif item.kind.name == "eval":
+            for name, suite in item.value["suites"].items():
+                drawn.setdefault(name, set()).add(suite["prompts_sha256"])
+    return drawn
+
+
+# ------------------------------------------------------------------ origin
+
+
+def environment(item: Found) -> Document:
+    """Machine, versions and revision of a source; empty where it did not record them."""
+    value = item.value
+    if item.kind.name == "eval":
+        return next(iter(value["suites"].values()))["environment"]
+    return value.get("environment") or {} if isinstance(value, Mapping) else {}
+
+
+def origin(found: Sequence[Found]) -> Section:
+    """Where each number comes from, and what it would take to get it again."""
+    revisions = {environment(item).get("git_revision") for item in found} - {None}
+    blocks: list[Block] = [
+        Prose(
+            "Every source with the code, the machine and the seed it was measured with. The values "
+            "themselves are in `report.json`, from which `dspark report` makes this page again."
+        ),
+        table(
+            "Sources",
+            ("file", "kind", "target", "drafter", "schema", "date", "dspark", "revision",
+             "machine", "torch", "seed"),
+            map(_origin_row, found),
+            texts=11,
+        ),
+        *notes([f"measured at {len(revisions)} revisions of the code"] * (len(revisions) > 1)),
+    ]  # fmt: skip
+    return Section("Where the numbers come from", tuple(blocks))
+
+
+def _origin_row(item: Found) -> Sequence[str]:
+    value = item.value if isinstance(item.value, Mapping) else {}
+    facts = environment(item)
+    settings = value.get("settings") if item.kind.name == "training" else None
+    seed = (settings or {}).get("train", {}).get("seed", value.get("seed"))
+    seed = value.get("extra", {}).get("seed", seed) if item.kind.name == "bench" else seed
+    return (
+        f"`{item.path}`",
+        item.kind.name,
+        _text(value.get("target") or (settings or {}).get("target", {}).get("name")),
+        _text(value.get("drafter")),
+        _text(value.get("schema_version")),
+        _text(facts.get("date"))[:16].replace("T", " "),
+        _text(facts.get("dspark")),
+        _text(facts.get("git_revision")),
+        _machine(facts) if facts else NOT_MEASURED,
+        _text(facts.get("torch")),
+        _text(seed),
+    )
+
+
+def _text(value: Any) -> str:
+    return NOT_MEASURED if value is None else str(value)

@@ -1,0 +1,164 @@
+"""The JSON files that a report is made of: how to find them, tell them apart and refuse them.
+
+What a file is, is told by what it holds and not by its name, so that `dspark bench --json any.json`
+is found. A folder is searched itself and one level down; of a study or a pruning curve, whose runs
+lie below it, only the whole is shown. A report is a source itself: `report.json` holds everything
+it was made from. A file of a newer schema is refused, since what it says may mean something else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dspark.errors import UserError
+from dspark.runtime.cost_model import is_cost_model
+from dspark_eval.reporting import acceptance, confidence, cost, speed, training
+from dspark_eval.reporting.blocks import Section
+from dspark_eval.study.runs import STUDY_FILE
+
+EXPECTED = (
+    "expected a study, or the JSON of eval, bench, calibrate (reliability.json), distill "
+    "(training.json), a cost model, a pruning curve (curve.json), policies, frames or a report"
+)
+REPORT_KIND = "dspark report"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One sort of file.
+
+    fits     how to tell it
+    section  source and value to what is shown of it
+    whole    hides what lies below its folder
+    load     from the file's value to what the section needs, where that is more
+    newest   the newest schema that is understood here
+    """
+
+    name: str
+    fits: Callable[[Any], bool]
+    section: Callable[[str, Any], Section]
+    whole: bool = False
+    load: Callable[[Path, Any], Any] = lambda path, value: value
+    newest: int = 1
+
+
+@dataclass(frozen=True)
+class Found:
+    """A file that is known, and what it holds."""
+
+    kind: Kind
+    path: Path
+    value: Any
+
+    def section(self) -> Section:
+        """What is shown of it. Raises UserError where it lacks what its kind should hold."""
+        try:
+            return self.kind.section(str(self.path), self.value)
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as problem:
+            raise UserError(
+                f"{self.path}: not as this version of dspark writes it ({problem!r}); measure "
+                "again, or leave it out"
+            ) from None
+
+
+def _has(*keys: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(key in value for key in keys)
+
+
+def _is_history(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and _has("step", "train_s", "loss")(value[-1])
+
+
+def _is_report(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("kind") == REPORT_KIND
+
+
+STUDY = Kind(
+    "study",
+    _has("study", "arms", "reference", "seeds"),
+    training.study,
+    whole=True,
+    load=training.load_study,
+)
+KINDS = (
+    Kind("bench", _has("speedup", "extra"), speed.bench),
+    Kind("frames", _has("plain_frames", "frames", "suites"), speed.frames),
+    Kind("eval", _has("suites", "draft_length", "seed"), acceptance.evaluation),
+    Kind("calibration", _has("settings", "bins", "dataset"), confidence.calibration),
+    Kind("policies", _has("sweeps", "stops", "sets"), confidence.policies),
+    Kind("cost model", is_cost_model, cost.cost_model),
+    Kind("training", _is_history, training.training, load=training.load_training),
+    STUDY,
+    Kind("pruning curve", _has("points", "speed_from"), training.curve, whole=True),
+)
+"""In the order in which a report shows them."""
+
+
+def find(path: Path) -> list[Found]:
+    """What `path`, a folder or a JSON file, has to show. Raises UserError if that is nothing."""
+    if not path.exists():
+        raise UserError(f"{path}: no such folder or file")
+    if path.is_file():
+        found = list(_known([path]))
+    else:
+        found = list(_known(sorted(path.glob("*.json"))))
+        whole = [item for item in found if item.kind.whole]
+        found = whole or found + list(_known(sorted(path.glob("*/*.json"))))
+    if not found:
+        raise UserError(f"{path}: nothing to report in it; {EXPECTED}")
+    return found
+
+
+def find_all(paths: Sequence[Path]) -> list[Found]:
+    """Every file once, in the order of `KINDS`; what a report holds beside what it was made of
+    counts once too."""
+    found: dict[tuple[str, str], Found] = {}
+    for path in paths:
+        for item in find(path):
+            found.setdefault((item.kind.name, str(item.path.resolve())), item)
+    return sorted(found.values(), key=lambda item: KINDS.index(item.kind))
+
+
+def _known(files: Sequence[Path]) -> Iterator[Found]:
+    """The files of a known kind. Of a study there are two, one made from the other."""
+    for path in files:
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # somebody else's file, or a damaged one: nothing to show
+            continue
+        if _is_report(value):
+            yield from _of_report(path, value)
+            continue
+        kind = next((kind for kind in KINDS if kind.fits(value)), None)
+        if kind is None or (kind is STUDY and path.name != STUDY_FILE):
+            continue
+        _refuse_newer(path, value, kind.newest)
+        yield Found(kind, path, kind.load(path, value))
+
+
+def _of_report(path: Path, value: Mapping[str, Any]) -> Iterator[Found]:
+    """What an earlier report was made from."""
+    _refuse_newer(path, value, 1)
+    kinds = {kind.name: kind for kind in KINDS}
+    for source in value.get("sources", ()):
+        kind = kinds.get(source["kind"])
+        if kind is None:
+            raise UserError(
+                f"{path}: holds a {source['kind']!r}, which this dspark does not know; update "
+                "dspark"
+            )
+        _refuse_newer(path, source["value"], kind.newest)
+        yield Found(kind, Path(source["path"]), source["value"])
+
+
+def _refuse_newer(path: Path, value: Any, newest: int) -> None:
+    version = value.get("schema_version") if isinstance(value, Mapping) else None
+    if isinstance(version, int) and version > newest:
+        raise UserError(
+            f"{path}: schema_version {version}, this dspark reads up to {newest}; update dspark, "
+            "or leave the file out"
+        )
