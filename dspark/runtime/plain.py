@@ -24,9 +24,23 @@ from dspark.runtime.prefill import (
 from dspark.runtime.prefix_cache import PrefixCache
 from dspark.runtime.records import Emitted, EmittedKind, Generation
 from dspark.runtime.rules import Rules
-from dspark.runtime.sampling import SamplingParams, request_generator, sample, text_positions
+from dspark.runtime.sampling import (
+    SamplingParams,
+    check_logits,
+    draw_at,
+    request_generator,
+    sample,
+    text_positions,
+    to_probs,
+    uniform,
+)
 from dspark.runtime.stops import StopStrings
 from dspark.runtime.target import Cache, Target
+
+WIDE_CHUNK = 32_768
+"""Rows of a pass in which a batch's prompts are read on an accelerator."""
+DRAWS = 32
+"""Steps whose random numbers a row draws at once."""
 
 
 @torch.inference_mode()
@@ -120,7 +134,7 @@ def generate_batch(
     place in `prompts`), so its text does not depend on what else is in the batch: whoever splits
     or sorts a long list passes the indices in the whole list. Finished rows leave the batch once
     they are half of it. The prompts are read side by side, padded on the left, in passes of at most
-    `PREFILL_CHUNK` rows in all.
+    `PREFILL_CHUNK` rows in all (`WIDE_CHUNK` on an accelerator).
 
     Raises UserError for a wrong request and BadLogits for non-finite logits, which name the prompt
     and the place in its text.
@@ -130,13 +144,16 @@ def generate_batch(
     if not prompts:
         return []
     ends = end_ids(target, end_token_ids)
-    generators = [
-        request_generator(seed, index, target.device)
-        for index in (range(len(prompts)) if indices is None else indices)
-    ]
+    draws = _Draws(
+        [
+            request_generator(seed, index, target.device)
+            for index in (range(len(prompts)) if indices is None else indices)
+        ],
+        sampling,
+    )
     cache = target.new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens)
     with text_positions(lambda: list(map(len, prompts))):
-        anchor = sample(_prefill_batch(target, cache, prompts), sampling, generators)
+        anchor = draws.sample(_prefill_batch(target, cache, prompts))
     texts: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))  # batch row -> prompt
     while True:
@@ -150,11 +167,38 @@ def generate_batch(
             kept = torch.tensor(live, device=target.device)
             cache.select(kept)
             anchor = anchor[kept]
+            draws.select(live)
             rows = [rows[at] for at in live]
         out = target.forward(anchor.unsqueeze(1), cache, commit=True)
         logits = target.logits(out.hidden[:, -1])
         with text_positions(partial(_places, prompts, texts, rows), rows):
-            anchor = sample(logits, sampling, [generators[row] for row in rows])
+            anchor = draws.sample(logits)
+
+
+class _Draws:
+    """The random numbers of a batch: a row's come from its generator, `DRAWS` steps at a time.
+
+    One call for each row and step would cost an accelerator more than its pass.
+    """
+
+    def __init__(self, generators: list[torch.Generator], sampling: SamplingParams) -> None:
+        self._generators, self._sampling = generators, sampling
+        self._uniforms: list[Tensor] = []
+
+    def sample(self, logits: Tensor) -> Tensor:
+        """[B, V] -> [B] tokens, one for each row that is left."""
+        if self._sampling.greedy:
+            check_logits(logits)
+            return logits.argmax(dim=-1)
+        if not self._uniforms:
+            drawn = uniform((len(logits), DRAWS), self._generators, logits.device)
+            self._uniforms = list(drawn.unbind(1))[::-1]
+        return draw_at(to_probs(logits, self._sampling), self._uniforms.pop())
+
+    def select(self, rows: list[int]) -> None:
+        """Keep these rows, in this order."""
+        self._generators = [self._generators[row] for row in rows]
+        self._uniforms = [drawn[rows] for drawn in self._uniforms]
 
 
 def _places(
@@ -170,7 +214,8 @@ def _unfinished(text: list[int], ends: frozenset[int], max_new_tokens: int) -> b
 
 def _prefill_batch(target: Target, cache: Cache, prompts: Sequence[Sequence[int]]) -> Tensor:
     """[B, V] logits of each prompt's last token; a prompt sits out passes before its first one."""
-    width, columns = max(map(len, prompts)), max(1, PREFILL_CHUNK // len(prompts))
+    chunk = PREFILL_CHUNK if target.device.type == "cpu" else WIDE_CHUNK
+    width, columns = max(map(len, prompts)), max(1, chunk // len(prompts))
     padded = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     tokens = torch.tensor(padded, dtype=torch.int64, device=target.device)
     first = torch.tensor([width - len(prompt) for prompt in prompts], device=target.device)

@@ -1,0 +1,151 @@
+"""The study on real text, step by step; every step may be run again and goes on where it stopped.
+
+    python -m dspark_eval.real_text answer  OUT --prompts DIR    the target answers training prompts
+    python -m dspark_eval.real_text train   OUT --prompts DIR --arm best --seconds 200
+    python -m dspark_eval.real_text measure OUT --prompts DIR --arm best
+    python -m dspark_eval.real_text speed   OUT --prompts DIR --arm best    one prompt at a time
+    python -m dspark_eval.real_text table   OUT                  the table, from what is there
+
+DIR holds `train/*.jsonl` and `test/*.jsonl` (`turns` in each line). No test prompt, nor a near copy
+of one, is trained on: `prompts.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+import yaml
+
+from dspark.devices import find_device
+from dspark.errors import UserError
+from dspark.runtime.loading import LoadedTarget, load_target
+from dspark_eval.real_text.answers import answer, read_rows
+from dspark_eval.real_text.arms import BEST, arm_config, find_arm
+from dspark_eval.real_text.measuring import MEASURED, measure
+from dspark_eval.real_text.speed import SPEED, measure_speed
+from dspark_eval.real_text.table import write_table
+from dspark_eval.real_text.training import TRAINED, train_for
+
+
+def _answer(options: argparse.Namespace) -> None:
+    path = options.out / f"rows.{options.shard}.json"
+    if not path.is_file():
+        report = answer(
+            _target(options),
+            options.prompts,
+            options.out,
+            samples=options.samples,
+            generated=options.generated,
+            max_new_tokens=options.new_tokens,
+            batch=options.batch,
+            shard=options.shard,
+            shards=options.shards,
+        )
+        print(f"{report['rows']} rows in {report['seconds']:.1f} s")
+
+
+def _train(options: argparse.Namespace) -> None:
+    arm, folder = find_arm(options.arm), options.out / options.arm
+    if (folder / TRAINED).is_file():
+        return
+    loaded = _target(options)
+    rows = read_rows(options.out, options.prompts)
+    config = arm_config(arm, loaded, _overrides(options.set))
+    train_for(loaded, rows, config, options.seconds, folder)
+
+
+def _measure(options: argparse.Namespace) -> None:
+    find_arm(options.arm)
+    folder = options.out / options.arm
+    if not (folder / MEASURED).is_file():
+        measure(
+            _target(options),
+            folder,
+            options.prompts,
+            per_set=options.per_set,
+            max_new_tokens=options.new_tokens,
+            batch=options.batch,
+        )
+
+
+def _speed(options: argparse.Namespace) -> None:
+    find_arm(options.arm)
+    folder = options.out / options.arm
+    if not (folder / SPEED).is_file():
+        measure_speed(
+            _target(options),
+            folder,
+            options.prompts,
+            per_set=options.per_set or 2,
+            max_new_tokens=options.new_tokens,
+        )
+
+
+def _table(options: argparse.Namespace) -> None:
+    print(write_table(options.out))
+
+
+def _target(options: argparse.Namespace) -> LoadedTarget:
+    device = find_device(options.device, "--device")
+    return load_target(options.target, dtype=getattr(torch, options.dtype), device=device)
+
+
+def _overrides(pairs: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not sign:
+            raise UserError(f"--set {pair}: expected key=value")
+        found[key] = yaml.safe_load(value)
+    return found
+
+
+STEPS = {
+    "answer": _answer,
+    "train": _train,
+    "measure": _measure,
+    "speed": _speed,
+    "table": _table,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dspark_eval.real_text",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("step", choices=STEPS)
+    parser.add_argument("out", type=Path, help="folder of the study")
+    parser.add_argument("--prompts", type=Path, default=Path("prompts"), help="train/ and test/")
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--device", default="cpu", help="cpu | cuda")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--arm", default=BEST)
+    parser.add_argument("--seconds", type=float, default=200.0, help="of training")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--samples", type=int, default=14, help="answers to each public prompt")
+    parser.add_argument("--generated", type=int, default=2000, help="problems of the generator")
+    parser.add_argument("--new-tokens", type=int, default=160, help="longest answer")
+    parser.add_argument("--batch", type=int, default=220, help="prompts side by side")
+    parser.add_argument("--per-set", type=int, help="prompts of each set; all if left out")
+    parser.add_argument("--shard", type=int, default=0, help="which share of the prompts to answer")
+    parser.add_argument("--shards", type=int, default=1, help="shares there are")
+    options = parser.parse_args(arguments)
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        STEPS[options.step](options)
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

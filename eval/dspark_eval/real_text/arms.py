@@ -1,0 +1,109 @@
+"""The drafters of the study: DeepSpec's recipe, ours, and smaller ones of ours.
+
+All read the same taps, draft blocks of seven and take batches of 32 rows with 64 anchors each. The
+first two have equal parameters (within 2 %, by the width of the MLP) and train equal seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dspark.distill.config import DistillConfig, load_config
+from dspark.distill.fresh import new_drafter
+from dspark.errors import UserError
+from dspark.runtime.loading import LoadedTarget
+from dspark_eval.study.arms import DEEPSPEC, Arm
+
+REFERENCE = "deepspec"
+BEST = "best"
+TOLERANCE = 0.02
+ENDLESS = 1_000_000
+
+SHAPE: dict[str, Any] = {
+    "drafter.num_layers": 5,
+    "drafter.num_heads": 9,
+    "drafter.num_kv_heads": 3,
+    "drafter.head_dim": 64,
+    "drafter.intermediate_size": 1536,
+    "drafter.markov_rank": 256,
+    "drafter.block_size": 7,
+    "drafter.tap_ids": [1, 8, 14, 20, 26],
+    "data.max_length": 384,
+    "data.min_supervised": 14,
+    "train.rows_per_step": 32,
+    "train.micro_rows": 32,
+    "train.anchors": 64,
+    "train.precision": "bf16",
+}
+OURS: dict[str, Any] = {
+    "train.optimizer": "muon",
+    "train.lr": 1.5e-3,
+    "train.beta2": 0.95,
+    "train.ce": 0.0,
+    "train.kl": 0.5,
+    "train.tv": 0.9,
+    "train.confidence_detach": True,
+    "drafter.init_scale": "fan_in",
+    "drafter.head": "rnn",
+}
+KDA = {"drafter.backbone": "kda", "drafter.kda_order": "1"}
+SMALLER: dict[str, dict[str, Any]] = {
+    "middle": {"drafter.num_layers": 3, "drafter.markov_rank": 128},
+    "small": {
+        "drafter.num_layers": 1,
+        "drafter.markov_rank": 64,
+        "drafter.intermediate_size": 1024,
+    },
+}
+
+ARMS: dict[str, Arm] = {
+    arm.name: arm
+    for arm in (
+        Arm(REFERENCE, DEEPSPEC | {"train.anchors": 64}, "DeepSpec's recipe"),
+        Arm(BEST, OURS, "Muon, fan-in start, KL for CE, recurrent head"),
+        Arm("kda", OURS | KDA, "the same with the KDA backbone"),
+        Arm("adamw", OURS | {"train.optimizer": "adamw"}, "best without Muon"),
+        Arm("long", OURS, "best, longer"),
+        *(Arm(name, OURS | shape, f"best, {name} size") for name, shape in SMALLER.items()),
+    )
+}
+MATCHED = (BEST, "kda", "adamw", "long")
+"""Arms with the reference's number of parameters."""
+
+
+def find_arm(name: str) -> Arm:
+    """The arm of that name. Raises UserError with the known ones."""
+    if name not in ARMS:
+        raise UserError(f"{name}: no such drafter; expected one of {', '.join(ARMS)}")
+    return ARMS[name]
+
+
+def arm_config(arm: Arm, loaded: LoadedTarget, more: dict[str, Any]) -> DistillConfig:
+    """Everything that decides an arm's drafter and steps; `more` overrides (a smaller trial, say).
+
+    Raises UserError where no width of the MLP gives it the reference's parameters.
+    """
+    config = _config(arm, loaded, more)
+    if arm.name not in MATCHED:
+        return config
+    goal = parameters(_config(ARMS[REFERENCE], loaded, more), loaded)
+    key = "drafter.intermediate_size"
+    low, high = (parameters(_config(arm, loaded, more | {key: width}), loaded) for width in (8, 16))
+    width = 8 * max(1, round(1 + (goal - low) / (high - low)))  # parameters are linear in it
+    config = _config(arm, loaded, more | {key: width})
+    found = parameters(config, loaded)
+    if abs(found / goal - 1) > TOLERANCE:
+        raise UserError(f"{arm.name}: {found} parameters at MLP width {width}, {goal} wanted")
+    return config
+
+
+def _config(arm: Arm, loaded: LoadedTarget, more: dict[str, Any]) -> DistillConfig:
+    settings = {**SHAPE, **arm.settings, "train.epochs": ENDLESS, **more}
+    own = {key: value for key, value in settings.items() if value is not None}
+    return load_config(None, {**own, "target.name": loaded.target.name})
+
+
+def parameters(config: DistillConfig, loaded: LoadedTarget) -> int:
+    """Trainable parameters of the drafter that a configuration describes."""
+    drafter = new_drafter(config, loaded.target, loaded.tokenizer)
+    return sum(p.numel() for p in drafter.parameters())

@@ -1,0 +1,160 @@
+"""The study's table, from what its folder holds, and the comparison that it is for.
+
+Two drafters are compared on the same prompts: the ratio of their accepted lengths, tokens over
+rounds of all cells at a temperature, with a 95 % interval that resamples prompts within their sets.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dspark.errors import UserError
+from dspark.files import atomic_write_json, atomic_write_text, read_json
+from dspark_eval.real_text.arms import ARMS, REFERENCE
+from dspark_eval.real_text.measuring import MEASURED
+from dspark_eval.real_text.speed import SPEED
+from dspark_eval.real_text.training import TRAINED
+
+RESAMPLES = 4000
+RESULTS, TABLE = "real_text.json", "real_text.md"
+
+
+def write_table(out: Path) -> str:
+    """Everything measured in OUT as OUT/real_text.json and OUT/real_text.md; returns the latter.
+
+    Raises UserError where nothing was measured yet.
+    """
+    arms = {name: _arm(out / name) for name in ARMS if (out / name / TRAINED).is_file()}
+    measured = {name: arm for name, arm in arms.items() if arm["measured"] is not None}
+    if not measured:
+        raise UserError(f"{out}: no drafter was measured yet; run the steps train and measure")
+    comparisons = {}
+    if REFERENCE in measured:
+        reference = measured[REFERENCE]["measured"]["cells"]
+        comparisons = {
+            name: compare(arm["measured"]["cells"], reference)
+            for name, arm in measured.items()
+            if name != REFERENCE
+        }
+    document = {
+        "answers": [read_json(path) for path in sorted(out.glob("rows.*.json"))],
+        "arms": arms,
+        "against_reference": comparisons,
+    }
+    atomic_write_json(out / RESULTS, document)
+    text = "\n\n".join(
+        (_cells(measured), _summary(arms, comparisons), *_speeds(arms)),
+    )
+    atomic_write_text(out / TABLE, text + "\n")
+    return text
+
+
+def _arm(folder: Path) -> dict[str, Any]:
+    parts = {"trained": TRAINED, "measured": MEASURED, "speed": SPEED}
+    return {
+        key: read_json(folder / name) if (folder / name).is_file() else None
+        for key, name in parts.items()
+    }
+
+
+def compare(
+    cells: list[dict[str, Any]], reference: list[dict[str, Any]], *, seed: int = 0
+) -> dict[str, Any]:
+    """Ratio of accepted lengths with its interval, by temperature and over both.
+
+    Raises UserError for cells of other prompts.
+    """
+    others = {(cell["set"], cell["temperature"]): cell for cell in reference}
+    found: dict[str, Any] = {}
+    temperatures = sorted({cell["temperature"] for cell in cells})
+    for label, chosen in [*((f"{t:g}", [t]) for t in temperatures), ("all", temperatures)]:
+        pairs = [
+            _counts(cell, others[cell["set"], cell["temperature"]])
+            for cell in cells
+            if cell["temperature"] in chosen
+        ]
+        random = np.random.default_rng(seed)
+        totals = sum(pair.sum(0) for pair in pairs)
+        samples = sum(
+            random.multinomial(len(pair), [1 / len(pair)] * len(pair), size=RESAMPLES) @ pair
+            for pair in pairs
+        )
+        low, high = np.percentile(_ratio(samples), (2.5, 97.5))
+        found[label] = {"ratio": float(_ratio(totals)), "ci95": [float(low), float(high)]}
+    return found
+
+
+def _counts(cell: dict[str, Any], other: dict[str, Any]) -> np.ndarray:
+    """[prompts, 4]: tokens and rounds of the one, then of the other."""
+    if cell["prompts"] != other["prompts"]:
+        raise UserError(f"{cell['set']}: measured on other prompts than the reference")
+    columns = (cell["emitted"], cell["rounds"], other["emitted"], other["rounds"])
+    return np.array(columns, dtype=np.float64).T
+
+
+def _ratio(sums: np.ndarray) -> Any:
+    return (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3])
+
+
+def _cells(measured: dict[str, Any]) -> str:
+    head = "| drafter | set | T | prompts | accepted length [95 %] | without loops | loops |"
+    lines = [
+        f"{head} acceptance | ECE before | after |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, arm in measured.items():
+        for cell in arm["measured"]["cells"]:
+            low, high = cell["ci95"] or (None, None)
+            lines.append(
+                f"| {name} | {cell['set']} | {cell['temperature']:g} | {cell['prompts']} | "
+                f"{_number(cell['accepted_length'])} [{_number(low)}, {_number(high)}] | "
+                f"{_number(cell['without_loops'])} | {_percent(cell['loop_share'])} | "
+                f"{_percent(cell['acceptance_rate'])} | {_percent(cell['ece']['before'])} | "
+                f"{_percent(cell['ece']['after'])} |"
+            )
+    return "\n".join(lines)
+
+
+def _summary(arms: dict[str, Any], comparisons: dict[str, Any]) -> str:
+    lines = [
+        "| drafter | parameters | seconds | steps | steps/s | ratio, T = 0 | T = 1 | both |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, arm in arms.items():
+        trained, ratios = arm["trained"], comparisons.get(name, {})
+        cells = " | ".join(_interval(ratios.get(key)) for key in ("0", "1", "all"))
+        lines.append(
+            f"| {name} | {trained['parameters']:,} | {trained['seconds']:.0f} | "
+            f"{trained['steps']:,} | {trained['steps_per_second']:.2f} | {cells} |"
+        )
+    return "\n".join(lines)
+
+
+def _speeds(arms: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, arm in arms.items():
+        for way, each in (arm["speed"] or {"ways": {}})["ways"].items():
+            lines.append(
+                f"| {name} | {way} | {each['tokens_per_second']:.1f} | {each['speed_up']:.2f} | "
+                f"{each['same_text_as_plain']} of {arm['speed']['prompts']} |"
+            )
+    head = ["| run | way | tokens/s | against plain | same text |", "|---|---|--:|--:|--:|"]
+    return ["\n".join([*head, *lines])] if lines else []
+
+
+def _interval(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "1"
+    low, high = found["ci95"]
+    return f"{found['ratio']:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
