@@ -167,7 +167,7 @@ def test_default_drafter_is_where_distill_writes(
     assert caught[command].draft == folder
 
 
-RENAMED = {"suite": "suites", "json_file": "json"}
+RENAMED = {"suite": "suites", "json_file": "json", "check": "check_texts"}
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_defaults_are_those_of_the_options(function: Callable[..., None], option
     shown = {
         RENAMED.get(name, name): parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
-        if name not in ("draft", "as_json")
+        if name not in ("context", "draft", "as_json", "compare")
     }
     assert set(shown) == set(owned) - {"draft", "quiet"}
     for name, default in shown.items():
@@ -231,6 +231,7 @@ def test_every_option_of_eval_arrives(run: Run, caught: dict[str, Any]) -> None:
         "--draft-length 5 --temperature 0.5 --top-p 0.9 --top-k 4 --seed 7 --threads 1 "
         "--policy auto --bands --high 0.8 --low 0.2 --siblings 1 --verification block "
         "--cost-model c.json --profile "
+        "--suite-dir . --turns 2 --plain 4 --no-check --run-code "
         "--device cuda --dtype bfloat16 --out o --json"
     )
     code, out, _ = run("eval", *args.split())
@@ -238,10 +239,31 @@ def test_every_option_of_eval_arrives(run: Run, caught: dict[str, Any]) -> None:
     options = caught["eval"]
     assert options.suites == ("a", "b", "c.jsonl")
     for field in dataclasses.fields(options):
-        if field.name != "relaxed":  # goes with token verification
+        # one goes with token verification, the other is tested below
+        if field.name not in ("relaxed", "protocol"):
             assert getattr(options, field.name) != field.default, field.name
     run("eval", "--draft", "d", "--relaxed", "--json")
     assert caught["eval"].relaxed
+
+
+def test_a_protocol_replaces_defaults_and_nothing_that_was_said(
+    run: Run, caught: dict[str, Any]
+) -> None:
+    call = ("eval", "--draft", "d", "--protocol", "dspark-paper", "--json")
+    assert run(*call)[0] == 0
+    options = caught["eval"]
+    assert (options.temperature, options.draft_length, options.turns) == (1.0, 7, 1)
+    assert (options.n_prompts, options.max_new_tokens, options.seed) == (None, 2048, 980406)
+    assert run(*call, "--n-prompts", "100", "--max-new-tokens", "64")[0] == 0
+    assert (caught["eval"].n_prompts, caught["eval"].max_new_tokens) == (100, 64)
+    assert run(*call, "--temperature", "1.0")[0] == 0
+    # 0 is the default, but here it was said
+    for option, value in (("--temperature", "0"), ("--policy", "entropy"), ("--turns", "2")):
+        code, _, err = run(*call, option, value)
+        assert code == 2
+        assert f"{option}: protocol dspark-paper has" in err
+    code, _, err = run("eval", "--draft", "d", "--protocol", "dspark")
+    assert (code, "expected one of dspark-paper" in err) == (2, True)
 
 
 def test_every_option_of_distill_arrives(run: Run, caught: dict[str, Any], in_tmp: Path) -> None:

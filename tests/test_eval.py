@@ -20,9 +20,12 @@ from dspark_eval.suites import Suite, draw_rows, load_suites
 from tests.tiny_pair import BLOCK_SIZE, TinyPair, write_pair
 
 EVALUATION_KEYS = {
-    "n_rounds", "prompts_available", "prompts_sha256", "prefix_survival",
+    "n_rounds", "n_turns", "prompts_available", "prompts_sha256", "prefix_survival",
+    "accepted_length_without_bonus", "block_efficiency", "draft_share",
     "accepted_length_percentiles", "loop_share", "accepted_length_without_loops",
-    "context_buckets", "warnings", "finished_share", "exact_answers", "confidence",
+    "context_buckets", "warnings", "finished_share", "exact_answers", "confidence", "samples",
+    "lengths_by_entropy", "estimates", "positions", "entropy", "thresholds", "goodput", "task",
+    "plain", "lossless",
 }  # fmt: skip
 
 

@@ -1,34 +1,32 @@
 """`dspark eval`: how much of a draft is accepted, and how well the drafter knows it, by prompt set.
 
-Only speculative decoding runs: its answers are the target's (at temperature 0 token for token), so
-answers with a known result are graded as they are. Sets are never merged into one figure, since
-the topic of a prompt moves accepted length more than most changes to a drafter do.
+Speculative decoding runs, and the target reads every text once more to see that it is its own
+(`fidelity`); plain decoding runs beside it where asked for (`--plain`). Sets are never merged into
+one figure, since the topic of a prompt moves accepted length more than most changes to a drafter
+do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dspark.draft.calibration import NOT_CALIBRATED, describe
-from dspark.draft.reliability import average, reliability, survival
+from dspark.draft.calibration import NOT_CALIBRATED
+from dspark.errors import UserError
 from dspark.files import atomic_write_json, prepare_folder
-from dspark.runtime.confidence import confidence_rounds
-from dspark.runtime.records import RoundRecord
 from dspark.runtime.sampling import SamplingParams
-from dspark_eval import metrics, outcomes, profiles
+from dspark_eval import metrics, step_times
+from dspark_eval.confidence import confidence_report as confidence_report
 from dspark_eval.costs import Costs, find_costs
-from dspark_eval.document import SCHEMA_VERSION, run_document
+from dspark_eval.document import SCHEMA_VERSION
 from dspark_eval.drafting import Drafted
-from dspark_eval.grading import exact_answers
-from dspark_eval.lengths import long_contexts, require_proposals
-from dspark_eval.lengths_by_entropy import lengths_by_entropy
+from dspark_eval.grading import exact_answers as exact_answers
 from dspark_eval.pair import Pair, load_pair
+from dspark_eval.protocols import departures, protocol_document
 from dspark_eval.report import print_eval, progress
-from dspark_eval.samples import asked, samples
 from dspark_eval.settings import EvalOptions
-from dspark_eval.speed import PromptTimings, hash_tokens, summarize
+from dspark_eval.suite_report import SuiteRun, eval_suite
 from dspark_eval.suites import Suite, load_suites
 
 EVAL_FILE = "eval.json"
@@ -45,8 +43,13 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
     suites = [
         suite
         for name in options.suites
-        for suite in load_suites(name, n_prompts=options.n_prompts, seed=options.seed)
+        for suite in load_suites(
+            name, n_prompts=options.n_prompts, seed=options.seed, folder=options.suite_dir
+        )
     ]
+    twice = [name for name, n in Counter(suite.name for suite in suites).items() if n > 1]
+    if twice:
+        raise UserError(f"--suite: two sets are called {twice[0]}; rename one, or give it once")
     pair = load_pair(options)
     if options.out is not None:
         prepare_folder(options.out)
@@ -70,7 +73,8 @@ def eval_pair(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> dict
     results = {}
     for suite in suites:
         with progress(f"eval {suite.name}", len(suite.rows), options.quiet) as advance:
-            results[suite.name] = _eval_suite(pair, suite, drafted, options, advance)
+            run = SuiteRun(pair, suite, drafted, options, cost, tests=2 * len(suites))
+            results[suite.name] = eval_suite(run, advance)
     few = [f"{s.name}: {w}" for s in suites for w in metrics.sample_size_warnings(len(s.rows))]
     return {
         "schema_version": SCHEMA_VERSION,
@@ -81,8 +85,10 @@ def eval_pair(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> dict
         "policy": drafted.policy.name,
         "verification": drafted.method,
         "seed": options.seed,
+        "protocol": protocol_document(options.protocol, options),
         "suites": results,
         "warnings": [
+            *departures(options.protocol, options),
             *pair.warnings,
             *(costs.warnings if costs is not None else ()),
             *_confidence_warnings(pair, sampling),
@@ -95,15 +101,14 @@ def eval_pair(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> dict
 
 
 def _costs(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> Costs | None:
-    """The step times that the policy reads, or that were asked for; None for neither."""
-    if not options.reads_costs and not options.profile:
-        return None
+    """Step times: measured now, those the policy reads, or what lies beside the drafter."""
     return find_costs(
         pair,
         pair.prompt_ids(suites[0]),
         draft=options.draft,
         cost_model=options.cost_model,
         profile=options.profile,
+        batches=step_times.BATCHES,
         quiet=options.quiet,
     )
 
@@ -126,80 +131,3 @@ def _sense_warnings(suites: Sequence[Suite], results: Mapping[str, Any]) -> Iter
                 f"{suite.name}: the target itself gets {100 * exact:.0f} % of these right; "
                 "accepted length there is that of text the target makes no sense of"
             )
-
-
-def _eval_suite(
-    pair: Pair,
-    suite: Suite,
-    drafted: Drafted,
-    options: EvalOptions,
-    advance: Callable[[], None],
-) -> dict[str, Any]:
-    """The keys of a bench run, what concerns plain decoding null, and the keys of an evaluation."""
-    prompts = pair.prompt_ids(suite)
-    sampling, most = options.sampling(), options.max_new_tokens
-    decode = pair.speculative_after(prompts, sampling, most, drafted)
-    timings = [PromptTimings(len(prompt)) for prompt in prompts]
-    for index, (prompt, entry) in enumerate(zip(prompts, timings, strict=True)):
-        answer = decode(prompt, options.seed + index)
-        metrics.check_generation(answer)
-        entry.speculative.append(answer)
-        advance()
-    require_proposals(timings, pair.drafter_name)
-    answers = [entry.speculative[0] for entry in timings]
-    by_prompt = [answer.rounds for answer in answers]
-    exact = exact_answers(pair, suite, answers)
-    lossless = None
-    if drafted.relaxed is not None:
-        decode = pair.speculative_after(prompts, sampling, most, replace(drafted, relaxed=None))
-        strict = [decode(prompt, options.seed + index) for index, prompt in enumerate(prompts)]
-        lossless = exact_answers(pair, suite, strict)
-    buckets = profiles.context_buckets([entry.prompt_length for entry in timings], by_prompt)
-    return {
-        **run_document(
-            pair,
-            drafted,
-            sampling,
-            max_new_tokens=most,
-            summary=summarize(timings, seed=options.seed),
-            greedy_mismatches=None,
-            relaxed=outcomes.relaxation(metrics.pool(by_prompt), exact, lossless),
-        ),
-        "n_rounds": sum(map(len, by_prompt)),
-        "prompts_available": suite.available,
-        "prompts_sha256": hash_tokens(prompts),
-        "prefix_survival": metrics.prefix_survival(metrics.pool(by_prompt)),
-        "accepted_length_percentiles": metrics.accepted_length_percentiles(by_prompt),
-        "loop_share": metrics.loop_share([answer.tokens for answer in answers]),
-        "accepted_length_without_loops": metrics.accepted_length_without_loops(answers),
-        "context_buckets": [asdict(bucket) for bucket in buckets],
-        "warnings": long_contexts(pair, timings),
-        "finished_share": sum(answer.finish == "end" for answer in answers) / len(answers),
-        "exact_answers": exact,
-        "confidence": confidence_report(pair, sampling, by_prompt),
-        "lengths_by_entropy": lengths_by_entropy(metrics.pool(by_prompt)),
-        "samples": samples(asked(suite, answers), pair.chat.tokenizer),
-    }
-
-
-def confidence_report(
-    pair: Pair, sampling: SamplingParams, by_prompt: Sequence[Sequence[RoundRecord]]
-) -> dict[str, Any] | None:
-    """How far the reported confidence may be believed, by slot; None without a confidence head.
-
-    `calibrated_for` is the setting of the calibration entry that was applied, None if none was.
-    """
-    rounds = confidence_rounds(by_prompt, pair.drafter.config.block_size)
-    if not len(rounds):
-        return None
-    calibration = pair.drafter.calibration
-    applied = None if calibration is None else calibration.nearest(sampling)
-    # As reported: the calibration is in the records already.
-    found = reliability(survival(rounds.logits, (1.0,) * rounds.slots), rounds)
-    return {
-        "calibrated_for": applied and describe(applied[0]),
-        "exact_setting": applied is not None and applied[1],
-        "average_ece": found.average_ece,
-        "average_ece_floor": average(found.ece_floor),
-        **asdict(found),
-    }

@@ -224,19 +224,19 @@ def surprise_test(found: Evidence) -> dict[str, Any] | None:
     }
 
 
-def fidelity_warnings(name: str, found: dict[str, Any] | None) -> list[str]:
+def fidelity_warnings(found: dict[str, Any] | None) -> list[str]:
     """A sentence if a text is not the target's."""
     if found is None or found["passed"] is not False:
         return []
     if found["method"] == "greedy":
         count = found["not_best"] - found["near_ties"]
         return [
-            f"{name}: NOT LOSSLESS: {count} of {found['tokens']} tokens are not the target's best, "
+            f"NOT LOSSLESS: {count} of {found['tokens']} tokens are not the target's best, "
             f"by up to {found['largest_margin']:.3g} in logits, more than rounding explains"
         ]
     parts = [f"{key} p = {found[key]['p']:.1e}" for key in ("rank", "surprise") if found[key]]
     return [
-        f"{name}: NOT LOSSLESS: the text does not look drawn from the target "
+        f"NOT LOSSLESS: the text does not look drawn from the target "
         f"({', '.join(parts)}, {found['impossible']} impossible tokens; a right decoder shows this "
         f"in less than one of {1 / found['false_alarm']:.0f} runs)"
     ]

@@ -59,13 +59,11 @@ def grade(suite: Suite, texts: Sequence[str], *, run_code: bool = False) -> Grad
     untested = sum("tests" in row.metadata for row in suite.rows)
     if untested and not run_code:
         notes.append(
-            f"{suite.name}: the tests of {counted(untested, 'answer')} were not run; --run-code "
+            f"the tests of {counted(untested, 'answer')} were not run; --run-code "
             "runs model-written code, in a container best"
         )
     if suite.grader == "maths" and not maths and any("answer" in r.metadata for r in suite.rows):
-        notes.append(
-            f"{suite.name}: not graded, math-verify is not installed; pip install 'dspark[suites]'"
-        )
+        notes.append("not graded, math-verify is not installed; pip install 'dspark[suites]'")
     return Grades(tuple(marks), tuple(notes))
 
 

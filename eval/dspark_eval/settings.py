@@ -15,6 +15,7 @@ from dspark.devices import check_device_name
 from dspark.errors import UserError
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval.drafting import Drafting
+from dspark_eval.protocols import check_protocol
 
 DTYPES = ("float32", "bfloat16", "float16")
 PICTURES = (".png", ".svg", ".pdf")
@@ -50,7 +51,10 @@ def _check_shared(options: BenchOptions | EvalOptions | CalibrateOptions) -> Non
         f"--max-new-tokens: expected 2 or more, the first token is not decoded by a round; "
         f"got {options.max_new_tokens}",
     )
-    _require(options.n_prompts >= 1, f"--n-prompts: expected 1 or more; got {options.n_prompts}")
+    _require(
+        options.n_prompts is None or options.n_prompts >= 1,
+        f"--n-prompts: expected 1 or more; got {options.n_prompts}",
+    )
     _require(
         options.threads is None or options.threads >= 1,
         f"--threads: expected 1 or more; got {options.threads}",
@@ -137,13 +141,16 @@ class EvalOptions(Drafting):
     """One call of `dspark eval`.
 
     suites: suite names or JSONL files, each reported on its own. n_prompts: at most this many of
-    each set, drawn with `seed`. out: folder for eval.json and acceptance.png, None = print only.
+    each set, drawn with `seed`; None: see `load_suites`. out: folder for eval.json and
+    acceptance.png, None = print only. suite_dir: files of public sets. protocol: see `protocols`.
+    turns: of a conversation, None = all. plain: conversations of each set that plain decoding
+    answers too. check_texts: hold every text against the target. run_code: run model-written code.
     """
 
     draft: str | Path
     target: str | Path = "nano"
     suites: tuple[str, ...] = ("nano",)
-    n_prompts: int = 100
+    n_prompts: int | None = 100
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
@@ -154,10 +161,22 @@ class EvalOptions(Drafting):
     dtype: str = "float32"
     out: Path | None = None
     quiet: bool = False
+    suite_dir: Path | None = None
+    protocol: str | None = None
+    turns: int | None = None
+    plain: int = 0
+    check_texts: bool = True
+    run_code: bool = False
 
     def __post_init__(self) -> None:
         _check_shared(self)
         _require(len(self.suites) > 0, "--suite: expected at least one suite name or JSONL file")
+        _require(
+            self.turns is None or self.turns >= 1,
+            f"--turns: expected 1 or more; got {self.turns}",
+        )
+        _require(self.plain >= 0, f"--plain: expected 0 or more; got {self.plain}")
+        check_protocol(self.protocol, self)
         self.sampling()
         if self.out is not None:
             _check_folder("--out", self.out)

@@ -117,20 +117,22 @@ def goodput(
     Goodput counts the tokens that users keep (Liu et al. 2024, "Optimizing speculative decoding for
     serving large language models using goodput"; throughput against concurrency is the DSpark
     paper's Fig. 7). tau(L) is that of the recorded whole blocks cut at L, and L the best constant
-    length at that concurrency: a full batch wants short drafts. `measured_times`: the batch size is
-    one of the curve's own, else its times are interpolated. Empty if no round verified a block.
+    length at that concurrency: a full batch wants short drafts. Only between the smallest and the
+    largest batch of the curve; `measured_times`: the batch is one of the curve's own, else its
+    times are interpolated. Empty if no round verified a block.
     """
     whole = [r for r in rounds if r.drafted and _is_whole(r)]
     longest = max((r.drafted for r in whole), default=0)
     whole = [r for r in whole if r.drafted == longest]
     lengths = {length: _tau(whole, length) for length in range(1, longest + 1)}
+    sizes = [costs.batch for costs in cost.batches]
     found = []
-    for batch in concurrency if lengths else ():
+    for batch in (b for b in concurrency if lengths and min(sizes) <= b <= max(sizes)):
         plain = batch / cost.plain_s(batch)
         rates = {g: batch * tau / cost.round_s(g, 1 + g, batch) for g, tau in lengths.items()}
         best = max(rates, key=lambda g: rates[g])
-        own = any(costs.batch == batch for costs in cost.batches)
-        found.append(Goodput(batch, plain, rates[best], rates[best] / plain, best, own))
+        faster = rates[best] / plain
+        found.append(Goodput(batch, plain, rates[best], faster, best, batch in sizes))
     return found
 
 
