@@ -3,8 +3,9 @@
     python -m dspark_eval.real_text answer  OUT --prompts DIR    the target answers training prompts
     python -m dspark_eval.real_text train   OUT --prompts DIR --arm best --seconds 200
     python -m dspark_eval.real_text measure OUT --prompts DIR --arm best
-    python -m dspark_eval.real_text speed   OUT --prompts DIR --arm best    one prompt at a time
+    python -m dspark_eval.real_text speed   OUT --prompts DIR    one prompt at a time, all ways
     python -m dspark_eval.real_text table   OUT                  the table, from what is there
+    python -m dspark_eval.real_text all     OUT --prompts DIR --device cuda --budget 960
 
 DIR holds `train/*.jsonl` and `test/*.jsonl` (`turns` in each line). No test prompt, nor a near copy
 of one, is trained on: `prompts.py`.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,13 @@ from dspark.devices import find_device
 from dspark.errors import UserError
 from dspark.runtime.loading import LoadedTarget, load_target
 from dspark_eval.real_text.answers import answer, read_rows
-from dspark_eval.real_text.arms import BEST, arm_config, find_arm
+from dspark_eval.real_text.arms import BEST, FROM_TARGET, arm_config, find_arm
 from dspark_eval.real_text.measuring import MEASURED, measure
+from dspark_eval.real_text.schedule import Study, jobs
 from dspark_eval.real_text.speed import SPEED, measure_speed
 from dspark_eval.real_text.table import write_table
 from dspark_eval.real_text.training import TRAINED, train_for
+from dspark_eval.study.processes import visible_gpus
 
 
 def _answer(options: argparse.Namespace) -> None:
@@ -54,9 +58,10 @@ def _train(options: argparse.Namespace) -> None:
     if (folder / TRAINED).is_file():
         return
     loaded = _target(options)
-    rows = read_rows(options.out, options.prompts)
+    rows, held_out = read_rows(options.out, options.prompts)
     config = arm_config(arm, loaded, _overrides(options.set))
-    train_for(loaded, rows, config, options.seconds, folder)
+    start = arm.name in FROM_TARGET
+    train_for(loaded, rows, held_out, config, options.seconds, folder, from_target=start)
 
 
 def _measure(options: argparse.Namespace) -> None:
@@ -74,20 +79,32 @@ def _measure(options: argparse.Namespace) -> None:
 
 
 def _speed(options: argparse.Namespace) -> None:
-    find_arm(options.arm)
-    folder = options.out / options.arm
-    if not (folder / SPEED).is_file():
+    if not (options.out / SPEED).is_file():
         measure_speed(
             _target(options),
-            folder,
+            options.out,
             options.prompts,
             per_set=options.per_set or 2,
-            max_new_tokens=options.new_tokens,
+            max_new_tokens=min(options.new_tokens, 96),
         )
 
 
 def _table(options: argparse.Namespace) -> None:
     print(write_table(options.out))
+
+
+def _all(options: argparse.Namespace) -> None:
+    started = time.monotonic()
+
+    def say(line: str) -> None:
+        print(f"{time.monotonic() - started:6.0f} s  {line}", flush=True)
+
+    common = ["--prompts", str(options.prompts), "--target", options.target]
+    common += ["--device", options.device]
+    training = [part for pair in options.set for part in ("--set", pair)]
+    study = Study(options.out, common, options.budget, say, training, options.pass_on.split())
+    study.run(jobs(max(1, len(visible_gpus())), options.seconds))
+    _table(options)
 
 
 def _target(options: argparse.Namespace) -> LoadedTarget:
@@ -111,6 +128,7 @@ STEPS = {
     "measure": _measure,
     "speed": _speed,
     "table": _table,
+    "all": _all,
 }
 
 
@@ -137,6 +155,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--per-set", type=int, help="prompts of each set; all if left out")
     parser.add_argument("--shard", type=int, default=0, help="which share of the prompts to answer")
     parser.add_argument("--shards", type=int, default=1, help="shares there are")
+    parser.add_argument("--budget", type=float, default=960.0, help="all: seconds in all")
+    parser.add_argument("--pass-on", default="", help="all: further options of every step")
     options = parser.parse_args(arguments)
     try:
         options.out.mkdir(parents=True, exist_ok=True)

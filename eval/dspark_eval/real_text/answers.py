@@ -14,6 +14,7 @@ from dspark.distill.chat import ChatFormat, TrainingRow
 from dspark.distill.prompts import PromptRow
 from dspark.distill.responses import ResponseSettings, build_rows
 from dspark.distill.rows import prompts_digest, rows_from_jsonl, rows_to_jsonl
+from dspark.errors import UserError
 from dspark.files import atomic_write_json, read_json
 from dspark.runtime.loading import LoadedTarget
 from dspark.wording import counted
@@ -22,6 +23,7 @@ from dspark_eval.real_text.prompts import Unseen, refuse_seen, test_files, train
 MAX_LENGTH = 384
 """Tokens of a training row at most, as in the recipe that is compared with."""
 MIN_SUPERVISED = 14
+HELD_OUT = "held_out.jsonl"
 
 
 def rows_path(out: Path, shard: int) -> Path:
@@ -53,6 +55,9 @@ def answer(
         batch_size=batch,
     )
     started = time.perf_counter()
+    if shard == 0:
+        kept = build_rows(loaded.target, loaded.tokenizer, chosen.held_out, settings)
+        rows_to_jsonl(out / HELD_OUT, kept, {"prompts": prompts_digest(chosen.held_out)})
     rows = build_rows(loaded.target, loaded.tokenizer, asked, settings, _progress)
     seconds = time.perf_counter() - started
     rows_to_jsonl(rows_path(out, shard), rows, {"prompts": prompts_digest(asked)})
@@ -74,18 +79,24 @@ def _progress(done: int, asked: int, tokens: int) -> None:
     print(f"answered {done} of {counted(asked, 'prompt')}, {tokens} tokens", flush=True)
 
 
-def read_rows(out: Path, prompts: Path) -> list[TrainingRow]:
-    """The rows of all shards. Raises UserError for one whose prompt is a test prompt after all."""
+def read_rows(out: Path, prompts: Path) -> tuple[list[TrainingRow], list[TrainingRow]]:
+    """The rows of all shards, and those held out.
+
+    Raises UserError for a prompt that is a test prompt after all, and where nothing was answered.
+    """
     reports = sorted(out.glob("rows.*.json"))
-    settings = read_json(reports[0])["settings"] if reports else {}
-    chosen = training_prompts(prompts, settings.get("samples", 1), settings.get("generated", 0))
+    if not reports:
+        raise UserError(f"{out}: the prompts were not answered yet; run the step answer")
+    settings = read_json(reports[0])["settings"]
+    chosen = training_prompts(prompts, settings["samples"], settings["generated"])
     refuse_seen(chosen.training, Unseen(test_files(prompts)))
     rows: list[TrainingRow] = []
     for shard in range(len(reports)):
         asked = chosen.training[shard :: len(reports)]
         found = rows_from_jsonl(rows_path(out, shard), {"prompts": prompts_digest(asked)})
         rows += found.rows
-    return rows
+    key = {"prompts": prompts_digest(chosen.held_out)}
+    return rows, list(rows_from_jsonl(out / HELD_OUT, key).rows)
 
 
 def prompt_ids(rows: tuple[PromptRow, ...], chat: ChatFormat) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """The drafters of the study: DeepSpec's recipe, ours, and smaller ones of ours.
 
-All read the same taps, draft blocks of seven and take batches of 32 rows with 64 anchors each. The
-first two have equal parameters (within 2 %, by the width of the MLP) and train equal seconds.
+All read the same taps, draft blocks of seven and take batches of 32 rows with 64 anchors each. All
+but the smaller ones have the parameters of the reference (within 2 %).
 """
 
 from __future__ import annotations
@@ -46,12 +46,16 @@ OURS: dict[str, Any] = {
     "drafter.init_scale": "fan_in",
     "drafter.head": "rnn",
 }
-KDA = {"drafter.backbone": "kda", "drafter.kda_order": "1"}
+WIDE = {"drafter.markov_rank": 64}
+"""A smaller table of previous tokens; the layers get its parameters."""
+DEEP = {"drafter.num_layers": 10, "drafter.markov_rank": 72}
+"""Twice the layers in the parameters of a large table; each has the shape of the target's."""
+KDA = WIDE | {"drafter.backbone": "kda", "drafter.kda_order": "1"}
 SMALLER: dict[str, dict[str, Any]] = {
-    "middle": {"drafter.num_layers": 3, "drafter.markov_rank": 128},
+    "middle": {"drafter.num_layers": 3, "drafter.markov_rank": 64},
     "small": {
         "drafter.num_layers": 1,
-        "drafter.markov_rank": 64,
+        "drafter.markov_rank": 32,
         "drafter.intermediate_size": 1024,
     },
 }
@@ -60,15 +64,18 @@ ARMS: dict[str, Arm] = {
     arm.name: arm
     for arm in (
         Arm(REFERENCE, DEEPSPEC | {"train.anchors": 64}, "DeepSpec's recipe"),
-        Arm(BEST, OURS, "Muon, fan-in start, KL for CE, recurrent head"),
-        Arm("kda", OURS | KDA, "the same with the KDA backbone"),
-        Arm("adamw", OURS | {"train.optimizer": "adamw"}, "best without Muon"),
-        Arm("long", OURS, "best, longer"),
+        Arm(BEST, OURS | WIDE, "Muon, fan-in start, KL for CE, recurrent head, wider layers"),
+        Arm("deep", OURS | DEEP, "best with twice the layers, which start as the target's"),
+        Arm("kda", OURS | KDA, "best with the KDA backbone"),
+        Arm("muon", OURS, "best at the reference's shape"),
+        Arm("long", OURS | WIDE, "best, longer"),
         *(Arm(name, OURS | shape, f"best, {name} size") for name, shape in SMALLER.items()),
     )
 }
-MATCHED = (BEST, "kda", "adamw", "long")
-"""Arms with the reference's number of parameters."""
+MATCHED = (BEST, "kda", "muon", "long")
+"""Arms whose MLP is as wide as it takes to have the reference's parameters."""
+FROM_TARGET = ("deep",)
+"""Arms that start from layers of the target."""
 
 
 def find_arm(name: str) -> Arm:
@@ -84,7 +91,7 @@ def arm_config(arm: Arm, loaded: LoadedTarget, more: dict[str, Any]) -> DistillC
     Raises UserError where no width of the MLP gives it the reference's parameters.
     """
     config = _config(arm, loaded, more)
-    if arm.name not in MATCHED:
+    if arm.name not in MATCHED or "drafter.intermediate_size" in more:
         return config
     goal = parameters(_config(ARMS[REFERENCE], loaded, more), loaded)
     key = "drafter.intermediate_size"

@@ -1,7 +1,7 @@
 """How fast one prompt at a time is: plain, with the drafter, and what transformers has to offer.
 
 Everything runs in one process on the same model and the same prompts, one after the other, greedy
-unless it says otherwise: `plain` and `drafter` are dspark's loops; `generate` is transformers' own,
+unless it says otherwise: `plain` and those named after drafters are dspark's loops; `generate` is transformers' own,
 `prompt_lookup` its assisted generation with n-grams of the text, and `early_exit` the same with the
 model's own first layers as assistant (there is no smaller model of this tokenizer). A loop over
 Python is what is timed, and a small model leaves the GPU idle for most of it: ratios are of this
@@ -28,7 +28,9 @@ from dspark.runtime.loading import LoadedTarget
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval.real_text.answers import prompt_ids
+from dspark_eval.real_text.arms import ARMS
 from dspark_eval.real_text.prompts import test_files
+from dspark_eval.real_text.training import TRAINED
 
 SPEED = "speed.json"
 LOOKUP_TOKENS = 7
@@ -36,9 +38,12 @@ Way = Callable[[list[int]], list[int]]
 
 
 def measure_speed(
-    loaded: LoadedTarget, folder: Path, prompts: Path, *, per_set: int, max_new_tokens: int
+    loaded: LoadedTarget, out: Path, prompts: Path, *, per_set: int, max_new_tokens: int
 ) -> dict[str, Any]:
-    """Tokens a second of every way over the first prompts of each set; writes FOLDER/speed.json."""
+    """Tokens a second of every way over the first prompts of each set; writes OUT/speed.json.
+
+    Drafters are those that are trained by now.
+    """
     target = loaded.target
     if not isinstance(target, HFTarget):
         raise UserError(f"{target.name}: expected a target of transformers to compare with")
@@ -48,7 +53,7 @@ def measure_speed(
         for path in test_files(prompts)
         for ids in prompt_ids(read_prompts([path]).rows[:per_set], chat)
     ]
-    ways = _ways(loaded, folder, max_new_tokens)
+    ways = _ways(loaded, out, max_new_tokens)
     document: dict[str, Any] = {
         "prompts": len(asked),
         "max_new_tokens": max_new_tokens,
@@ -71,17 +76,17 @@ def measure_speed(
     plain = document["ways"]["plain"]["tokens_per_second"]
     for each in document["ways"].values():
         each["speed_up"] = each["tokens_per_second"] / plain
-    atomic_write_json(folder / SPEED, document)
+    atomic_write_json(out / SPEED, document)
     return document
 
 
-def _ways(loaded: LoadedTarget, folder: Path, new: int) -> dict[str, Way]:
+def _ways(loaded: LoadedTarget, out: Path, new: int) -> dict[str, Way]:
     target = loaded.target
     assert isinstance(target, HFTarget)
-    drafter = load_drafter(folder, target, dtype=target.dtype, device=target.device).eval()
-    decoder = SpeculativeDecoder(target, drafter)
 
-    def drafted(temperature: float) -> Way:
+    def drafted(arm: str, temperature: float) -> Way:
+        drafter = load_drafter(out / arm, target, dtype=target.dtype, device=target.device)
+        decoder = SpeculativeDecoder(target, drafter.eval())
         sampling = SamplingParams(temperature)
         return lambda ids: decoder.generate(ids, max_new_tokens=new, sampling=sampling).tokens
 
@@ -109,8 +114,12 @@ def _ways(loaded: LoadedTarget, folder: Path, new: int) -> dict[str, Way]:
         "plain": lambda ids: (
             plain_generate(target, ids, max_new_tokens=new, sampling=greedy).tokens
         ),
-        "drafter": drafted(0.0),
-        "drafter, temperature 1": drafted(1.0),
+        **{
+            f"{arm}, T = {temperature:g}": drafted(arm, temperature)
+            for arm in ARMS
+            if (out / arm / TRAINED).is_file()
+            for temperature in (0.0, 1.0)
+        },
         "generate": generate(),
         "prompt_lookup": generate(prompt_lookup_num_tokens=LOOKUP_TOKENS),
         "early_exit": generate(assistant_early_exit=layers // 2),

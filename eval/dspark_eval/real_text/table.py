@@ -43,17 +43,18 @@ def write_table(out: Path) -> str:
         "answers": [read_json(path) for path in sorted(out.glob("rows.*.json"))],
         "arms": arms,
         "against_reference": comparisons,
+        "speed": read_json(out / SPEED) if (out / SPEED).is_file() else None,
     }
     atomic_write_json(out / RESULTS, document)
     text = "\n\n".join(
-        (_cells(measured), _summary(arms, comparisons), *_speeds(arms)),
+        (_cells(measured), _summary(arms, comparisons), *_speeds(document["speed"])),
     )
     atomic_write_text(out / TABLE, text + "\n")
     return text
 
 
 def _arm(folder: Path) -> dict[str, Any]:
-    parts = {"trained": TRAINED, "measured": MEASURED, "speed": SPEED}
+    parts = {"trained": TRAINED, "measured": MEASURED}
     return {
         key: read_json(folder / name) if (folder / name).is_file() else None
         for key, name in parts.items()
@@ -133,16 +134,16 @@ def _summary(arms: dict[str, Any], comparisons: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _speeds(arms: dict[str, Any]) -> list[str]:
-    lines = []
-    for name, arm in arms.items():
-        for way, each in (arm["speed"] or {"ways": {}})["ways"].items():
-            lines.append(
-                f"| {name} | {way} | {each['tokens_per_second']:.1f} | {each['speed_up']:.2f} | "
-                f"{each['same_text_as_plain']} of {arm['speed']['prompts']} |"
-            )
-    head = ["| run | way | tokens/s | against plain | same text |", "|---|---|--:|--:|--:|"]
-    return ["\n".join([*head, *lines])] if lines else []
+def _speeds(speed: dict[str, Any] | None) -> list[str]:
+    if speed is None:
+        return []
+    lines = ["| way | tokens/s | against plain | same text |", "|---|--:|--:|--:|"]
+    lines += [
+        f"| {way} | {each['tokens_per_second']:.1f} | {each['speed_up']:.2f} | "
+        f"{each['same_text_as_plain']} of {speed['prompts']} |"
+        for way, each in speed["ways"].items()
+    ]
+    return ["\n".join(lines)]
 
 
 def _interval(found: dict[str, Any] | None) -> str:

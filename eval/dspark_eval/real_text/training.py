@@ -20,16 +20,18 @@ from typing import Any
 import torch
 
 from dspark import ops
+from dspark.distill.batches import make_batch
 from dspark.distill.chat import TrainingRow
 from dspark.distill.config import DistillConfig
 from dspark.distill.fresh import new_drafter
-from dspark.distill.objective import objective, report
+from dspark.distill.objective import batch_sums, objective, report, zero_sums
 from dspark.distill.processes import Processes
 from dspark.distill.trainer import Trainer
 from dspark.draft.checkpoint import save_drafter
 from dspark.draft.model import DSparkDrafter
 from dspark.files import atomic_write_json
 from dspark.runtime.loading import LoadedTarget
+from dspark_eval.real_text.start import start_from_layers
 from dspark_eval.real_text.states import HeldStates
 
 TRIAL, REVISE = 16, 50
@@ -41,17 +43,25 @@ TRAINED = "trained.json"
 def train_for(
     loaded: LoadedTarget,
     rows: Sequence[TrainingRow],
+    held_out: Sequence[TrainingRow],
     config: DistillConfig,
     seconds: float,
     folder: Path,
+    *,
+    from_target: bool = False,
 ) -> dict[str, Any]:
     """Train a drafter of `config` on `rows` for `seconds` and write its folder; returns its record.
+
+    `held_out` rows are only looked at, under teacher forcing, when it is done; `from_target`: its
+    layers start as the target's.
 
     Raises UserError for a configuration that cannot be built, NonFinite where training breaks.
     """
     device = loaded.target.device
     started = time.perf_counter()
     drafter = _fresh(config, loaded)
+    if from_target:
+        start_from_layers(drafter, loaded.target)
     states = HeldStates(loaded.target, drafter.taps, rows)
     prepared = time.perf_counter() - started
     ops.forget()
@@ -61,6 +71,7 @@ def train_for(
         torch.cuda.reset_peak_memory_stats()
     history, spent = _run(trainer, config, seconds)
     trainer.optimiser.settle()
+    seen = _teacher_forced(trainer, config, held_out)
     record = {
         "parameters": sum(p.numel() for p in drafter.parameters()),
         "rows": len(rows),
@@ -74,6 +85,7 @@ def train_for(
         "states_bytes": states.nbytes,
         "peak_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         "ops": ops.ran(),
+        "held_out": seen,
         "history": history,
         "config": {"drafter": config.to_dict()["drafter"], "train": config.to_dict()["train"]},
     }
@@ -134,6 +146,22 @@ def _run(
             print(f"step {step} of {total}, {spent:.0f} s, {kept}", flush=True)
     _wait(trainer)
     return history, time.perf_counter() - started
+
+
+@torch.no_grad()
+def _teacher_forced(
+    trainer: Trainer, config: DistillConfig, rows: Sequence[TrainingRow]
+) -> dict[str, Any]:
+    """Loss and acceptance on rows that were not trained on."""
+    target, drafter = trainer.target, trainer.drafter.eval()
+    sums = zero_sums(drafter.config.block_size, target.device)
+    size = config.train.micro_rows
+    for start in range(0, len(rows), size):
+        ids = range(start, min(start + size, len(rows)))
+        batch = make_batch(rows, ids, anchors=config.train.anchors, seed=0, epoch=0)
+        sums = sums + batch_sums(target, drafter, batch, config.train)
+    numbers = report(sums, objective(config.train))
+    return {key: numbers[key] for key in ("loss", "tv", "accepted_length", "acceptance")}
 
 
 def _wait(trainer: Trainer) -> None:
