@@ -22,6 +22,7 @@ from dspark_eval.cells import NOT_MEASURED, interval, number, percent, rate
 from dspark_eval.fitting import show
 from dspark_eval.report_notes import (
     cost_lines,
+    evaluation_lines,
     mismatch_lines,
     outcome_lines,
     policy_words,
@@ -166,8 +167,9 @@ def print_eval(document: dict[str, Any], console: Console | None = None) -> None
         console.print(f"{name}: conditional acceptance by position {chances}", highlight=False)
         if suite["confidence"] is not None:
             console.print(f"{name}: {_confidence_line(suite['confidence'])}", highlight=False)
-        for line in (*outcome_lines(suite, name), *relaxed_line(suite, name)):
-            console.print(line, highlight=False, soft_wrap=True)
+        for lines in (outcome_lines, relaxed_line, evaluation_lines):
+            for line in lines(suite, name):
+                console.print(line, highlight=False, soft_wrap=True)
     for warning in document["warnings"]:
         console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
 

@@ -124,3 +124,77 @@ def mismatch_lines(run: Mapping[str, Any], name: str) -> Iterator[str]:
             f"{entry['plain_token']}, speculative {entry['speculative_token']}, gap of the top "
             f"two logits {entry['top2_gap']:.3g}"
         )
+
+
+def evaluation_lines(suite: Mapping[str, Any], name: str) -> Iterator[str]:
+    """What else an evaluation found: costs of a round, answers, texts, thresholds."""
+    sure = suite["estimates"]["accepted_length"]
+    turns = f" in {counted(suite['n_turns'], 'turn')}" * (suite["n_turns"] > suite["n_prompts"])
+    yield (
+        f"{name}: {counted(suite['n_rounds'], 'round')} of {counted(sure['n_prompts'], 'prompt')}"
+        f"{turns}, accepted length of a prompt +- {number(sure['spread'], 2)}; without the bonus "
+        f"{number(suite['accepted_length_without_bonus'], 2)}, block efficiency "
+        f"{number(suite['block_efficiency'], 2)}, drafting takes "
+        f"{percent(suite['draft_share'])} of the time"
+    )
+    yield from _task_lines(suite, name)
+    if suite["lossless"] is not None:
+        yield f"{name}: {_lossless_words(suite['lossless'])}"
+    if suite["thresholds"] is not None:
+        points = ", ".join(
+            f"{point['threshold']:g}: {number(point['accepted_length'], 2)} of "
+            f"{number(1 + point['draft_length'], 2)}"
+            for point in suite["thresholds"][::2]
+        )
+        yield f"{name}: tokens per round of rows sent, cut at confidence {points}"
+    for point in suite["goodput"] or ():
+        yield (
+            f"{name}: {counted(point['concurrency'], 'request')} at once: modelled tokens/s "
+            f"{rate(point['speculative'])} (draft {point['draft_length']}) against "
+            f"{rate(point['plain'])} plain, {number(point['speedup'], 2)}x"
+        )
+
+
+def _task_lines(suite: Mapping[str, Any], name: str) -> Iterator[str]:
+    plain, task = suite["plain"], suite["task"]
+    if task is not None:
+        against = "" if plain is None else f", plain decoding {_share_words(plain['task'])}"
+        yield f"{name}: right answers {_share_words(task)}{against}"
+    if plain is not None and plain["greedy_mismatches"] is not None:
+        same = plain["n_answers"] - plain["greedy_mismatches"]
+        near = sum(entry["near_tie"] for entry in plain["mismatches"])
+        odd = f", {near} of the others first at a near-tie" * bool(plain["mismatches"])
+        yield (
+            f"{name}: {same} of {counted(plain['n_answers'], 'answer')} equal to plain "
+            f"decoding's{odd}"
+        )
+
+
+def _share_words(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return percent(None)
+    bounds = found["ci95"]
+    shown = "" if bounds is None else f" [{100 * bounds[0]:.1f}, {100 * bounds[1]:.1f}]"
+    return f"{percent(found['value'])}{shown} of {found['n']:.0f}"
+
+
+def _lossless_words(found: Mapping[str, Any]) -> str:
+    """Whether the texts are the target's, and what would have been noticed."""
+    tokens = counted(found["tokens"], "token", ",")
+    if found["method"] == "greedy":
+        near = counted(found["near_ties"], "near-tie")
+        return f"{found['not_best'] - found['near_ties']} of {tokens} not the target's best, {near}"
+    if found["passed"] is None:
+        return f"{tokens}: too few to hold against the target's law"
+    verdict = "agree with" if found["passed"] else "DO NOT AGREE WITH"
+    tests = [f"p {found[key]['p']:.2g} ({key})" for key in ("rank", "surprise") if found[key]]
+    power = ""
+    if found["rank"] is not None:
+        power = (
+            f"; a law off by {found['rank']['detectable_tv']:.3f} in TV of ranks would be found "
+            f"with {percent(found['rank']['power'])}"
+        )
+    return (
+        f"{tokens} {verdict} the target's law: {', '.join(tests)}; false alarms below "
+        f"{found['false_alarm']:g} a run{power}"
+    )
