@@ -1,11 +1,11 @@
 """How fast one prompt at a time is: plain, with the drafter, and what transformers has to offer.
 
 Everything runs in one process on the same model and the same prompts, one after the other, greedy
-unless it says otherwise: `plain` and those named after drafters are dspark's loops; `generate` is transformers' own,
-`prompt_lookup` its assisted generation with n-grams of the text, and `early_exit` the same with the
-model's own first layers as assistant (there is no smaller model of this tokenizer). A loop over
-Python is what is timed, and a small model leaves the GPU idle for most of it: ratios are of this
-runtime, and no bound on what a serving engine gets.
+unless it says otherwise: `plain` and those named after drafters are dspark's loops; `generate` is
+transformers' own, `prompt_lookup` its assisted generation with n-grams of the text, and
+`early_exit` the same with the model's own first layers as assistant (there is no smaller model of
+this tokenizer). A loop over Python is what is timed, and a small model leaves the GPU idle for most
+of it: ratios are of this runtime, and no bound on what a serving engine gets.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def write_table(out: Path) -> str:
             for name, arm in measured.items()
             if name != REFERENCE
         }
-    document = {
+    document: dict[str, Any] = {
         "answers": [read_json(path) for path in sorted(out.glob("rows.*.json"))],
         "arms": arms,
         "against_reference": comparisons,
