@@ -11,7 +11,7 @@ from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
 from dspark.runtime.cost_model import BatchCosts, CostModel
 from dspark.runtime.graph_decode import GraphDecoder
-from dspark.runtime.graph_sizes import SizeRule, frame_sizes
+from dspark.runtime.graph_sizes import ByRate, ByWish, frame_sizes
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.policies import (
     Auto,
@@ -105,10 +105,10 @@ def test_any_order_of_sizes_gives_the_same_texts(
     scripted(monkeypatch, texts, 1)
     generator = torch.Generator().manual_seed(0)
 
-    def any_size(self: SizeRule, seats: list[int]) -> int:
+    def any_size(self: ByWish, seats: list[int]) -> int:
         return (0, 1, 2, 4)[int(torch.randint(4, (), generator=generator))]
 
-    monkeypatch.setattr(SizeRule, "next", any_size)
+    monkeypatch.setattr(ByWish, "next", any_size)
     made = make_drafter(DRAFTERS[backbone])
     decoder = GraphDecoder(target, made, seats=2, max_length=40, policy=Auto(Fixed(BLOCK)))
     found = decoder.generate_many(asked)
@@ -135,7 +135,7 @@ def test_auto_decodes_plainly_where_drafts_are_wrong(
 
 
 def test_the_next_size_holds_the_running_mean_of_wishes() -> None:
-    rule = SizeRule(Confidence(min_draft=1, s_stop=0.5), (1, 2, 4, 8), seats=2, block=8)
+    rule = ByWish(Confidence(min_draft=1, s_stop=0.5), (1, 2, 4, 8), seats=2, block=8)
     assert rule.next([0, 1]) == 8, "nothing is known"
     rule.learn({0: outcome(0.9, 0.9, 0.4, 0.9, 0.9, 0.9, 0.9, 0.9)})
     assert rule.next([0]) == 2, "0.9, 0.81, then 0.32"
@@ -149,13 +149,27 @@ def test_the_next_size_holds_the_running_mean_of_wishes() -> None:
     assert rule.next([0]) == 8
 
 
-def test_throughput_takes_the_length_that_its_curve_promises_most_for() -> None:
-    rule = SizeRule(Throughput(min_draft=1, cost=COST), (1, 2, 4, 8), seats=1, block=8)
-    rule.learn({0: outcome(0.9, 0.5, 0.1, 0.9, 0.9, 0.9, 0.9, 0.9)})
-    # tokens / seconds: 1.9 / 1.6, 2.35 / 1.85, 2.395 / 2.1
+def test_throughput_takes_the_size_that_its_curve_promises_most_for() -> None:
+    rule = ByRate(COST, (1, 2, 4, 8), seats=2, pause=1)
+    assert rule.next([0, 1]) == 8, "nothing is known"
+    rule.learn({0: outcome(0.9, 0.5, 0.1, *[0.9] * 5)})
+    # tokens / seconds: 1.9 / 1.6, 2.35 / 1.85, 2.395+ / 2.35
     assert rule.next([0]) == 2
-    rule.join(0)
-    rule.learn({0: outcome(*[0.97] * 8)})
+    rule.learn({1: outcome(*[0.97] * 8)})
+    assert rule.next([1]) == 8
+    assert rule.next([0, 1]) in (4, 8)
+    rule.join(1)
+    assert rule.next([1]) == 2, "a new text starts with what all texts were like: most like seat 0"
+
+
+def test_auto_by_rate_is_plain_where_that_is_faster_and_looks_again() -> None:
+    rule = ByRate(COST, (0, 1, 2, 4, 8), seats=1, pause=3)
+    bad, good = outcome(0.3, *[0.1] * 7), outcome(*[0.97] * 8)
+    rule.learn({0: bad})
+    taken = [rule.next([0]) for _ in range(12)]
+    assert taken == [0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0], "a look after 3 plain frames, then 6"
+    for _ in range(6):
+        rule.learn({0: good})
     assert rule.next([0]) == 8
 
 

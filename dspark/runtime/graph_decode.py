@@ -33,7 +33,7 @@ from dspark.runtime.graph_frame import Drafting, FrameResult, GraphFrame
 from dspark.runtime.graph_replay import Replay
 from dspark.runtime.graph_run import GraphRun
 from dspark.runtime.graph_seats import Chances, GraphSeats
-from dspark.runtime.graph_sizes import frame_sizes
+from dspark.runtime.graph_sizes import frame_sizes, size_rule
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.lanes import Lanes
 from dspark.runtime.policies.fixed import Fixed
@@ -86,6 +86,7 @@ class GraphDecoder:
         self.sizes = frame_sizes(self.policy, block)
         """Primaries of the frames, ascending; 0 is a plain step."""
         self.length, self.sampling = self.sizes[-1], sampling
+        self.rule = size_rule(self.policy, self.sizes, seats, block)
         self.decoder = StaticDecoder(target.model) if static is None else static
         self.on_frame = on_frame
         self.frame_s: list[float] = []

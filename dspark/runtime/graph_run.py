@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from dspark import ops
 from dspark.runtime.faults import raise_fault
-from dspark.runtime.graph_sizes import SizeRule
 from dspark.runtime.lanes import Mail, Span
 from dspark.runtime.prefill import clock
 from dspark.runtime.records import ALL_ACCEPTED, CUT, Generation
@@ -47,8 +46,6 @@ class GraphRun:
         self.seated: list[Text | None] = [None] * decoder.seats.batch
         self.waiting = deque(texts)
         self.flying: deque[_Flying] = deque()
-        block = 0 if decoder.drafter is None else decoder.drafter.config.block_size
-        self.rule = SizeRule(decoder.policy.fresh(), decoder.sizes, len(self.seated), block)
         self.started: dict[Text, tuple[float, float]] = {}
         self.ended: dict[Text, float] = {}
 
@@ -85,11 +82,13 @@ class GraphRun:
                 self.started[text] = (start, clock(self.decoder.target.device))
                 if not text.finished:
                     self.seated[seat] = text
-                    self.rule.join(seat)
+                    self.decoder.rule.join(seat)
 
     def _queue(self) -> None:
         decoder = self.decoder
-        size = self.rule.next([seat for seat, text in enumerate(self.seated) if text is not None])
+        size = decoder.rule.next(
+            [seat for seat, text in enumerate(self.seated) if text is not None]
+        )
         with decoder.lanes.here() as span:
             result = decoder.replays[size].run()
         if decoder.on_frame is not None:
@@ -102,7 +101,7 @@ class GraphRun:
         decoder.frame_s.append(seconds)
         decoder.frame_sizes.append(frame.size)
         said = self._outcomes(frame, table)
-        self.rule.learn(said)
+        decoder.rule.learn(said)
         spent = Spent(0.0, seconds, 0.0, frame.size + 1)
         for seat, outcome in said.items():
             text = self.seated[seat]
@@ -110,7 +109,7 @@ class GraphRun:
             count = text.take(outcome)
             if decoder.drafter is not None:
                 text.rounds.append(outcome.record(count, spent))
-                self.rule.policy.observe(text.rounds[-1])
+                decoder.rule.observe(text.rounds[-1])
             if text.finished:
                 self.ended[text] = time.perf_counter()
                 decoder.empty(seat)

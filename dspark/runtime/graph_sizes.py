@@ -1,27 +1,36 @@
 """Which recorded frame comes next, from letters of frames that have ended.
 
-    sizes            0 (a plain step), 1, 2, 4 primaries, and the whole draft: a graph each
-    wish             what the policy would have verified of a frame's draft, had it been sent whole
-    size of a frame  the smallest that holds the running mean of wishes (`frame_sizes`), over seats
+    sizes       0 (a plain step), 1, 2, 4 primaries, and the whole draft: a graph each
+    by wish     wish: what the policy would have verified of a frame's draft, had it been sent whole;
+                the smallest size that holds the running mean of wishes (`frame_sizes`), over seats
+    by rate     argmax over L of  sum_b (1 + S_b1 + ... + S_bL) / T(L),  S_bk the running mean of
+                c_1 c_2 .. c_k in the drafts of seat b, T the step-time curve; 0 is one of the sizes
+                of `auto`
 
-A frame of any size drafts the whole block, so that a small one tells whether a larger one would
-pay. The letters of frames up to n - 2 are read when frame n is queued: the choice waits for nothing
-and sees nothing of what it decides about, so every policy leaves the law as it is.
+`throughput` and what builds on it goes by rate, all else by wish. A frame of any size drafts the
+whole block, so that a small one tells whether a larger one would pay. The letters of frames up to
+n - 2 are read when frame n is queued: the choice waits for nothing and sees nothing of what it
+decides about, so every policy leaves the law as it is.
 
-Letters: B seats, G drafted.
+Letters: B seats, G drafted, L primaries sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import mul
+from typing import Protocol
 
 import torch
 
 from dspark.errors import UserError
+from dspark.runtime.cost_model import CostModel
 from dspark.runtime.frame_sizes import Wish
 from dspark.runtime.policies.auto import Auto
 from dspark.runtime.policies.frontier import Policy, plan_block
-from dspark.runtime.records import Proposal
+from dspark.runtime.policies.throughput import Delayed, Throughput
+from dspark.runtime.records import Proposal, RoundRecord
 from dspark.runtime.requests import Outcome
 
 SMALL = (1, 2, 4)
@@ -34,49 +43,152 @@ def frame_sizes(policy: Policy, block: int) -> tuple[int, ...]:
     """
     if policy.siblings:
         raise UserError("policy: recorded frames have no rows for siblings; leave out the bands")
-    most = block if isinstance(policy, Auto) else policy.draft_length(block)
-    most = min(most, block)
-    plain = (0,) if isinstance(policy, Auto) else ()
+    inner = policy.inner if isinstance(policy, Auto) else policy
+    most = min(inner.draft_length(block), block)
     if policy.name == "fixed":
         return (most,)
+    plain = (0,) if isinstance(policy, Auto) else ()
     return (*plain, *(size for size in SMALL if size < most), most)
 
 
-class SizeRule:
-    """The next size for the frames of a run. `policy` is in front of its first round."""
+class SizeRule(Protocol):
+    """Chooses sizes for the frames of a decoder's seats, request after request."""
+
+    def join(self, seat: int) -> None:
+        """A new text takes the seat."""
+        ...
+
+    def next(self, seats: Sequence[int]) -> int:
+        """The size of a frame for the texts in these seats."""
+        ...
+
+    def learn(self, said: Mapping[int, Outcome]) -> None:
+        """What a frame said of its drafts, by seat."""
+        ...
+
+    def observe(self, record: RoundRecord) -> None:
+        """A round of one seat, once its text has taken it."""
+        ...
+
+
+def size_rule(policy: Policy, sizes: Sequence[int], seats: int, block: int) -> SizeRule:
+    """The rule that a policy's frames go by."""
+    inner = policy.inner if isinstance(policy, Auto) else policy
+    if isinstance(inner, (Throughput, Delayed)):
+        patience = policy.rules.pause if isinstance(policy, Auto) else 1
+        return ByRate(inner.cost, sizes, seats, patience)
+    return ByWish(policy, sizes, seats, block)
+
+
+class ByWish:
+    """`policy` is in front of its first round, and forgets with each text that takes a seat alone."""
 
     def __init__(self, policy: Policy, sizes: Sequence[int], seats: int, block: int) -> None:
-        self.policy, self._block = policy, block
+        self._policy, self._block = policy.fresh(), block
         self._drafting = tuple(size for size in sizes if size)
         self._wishes = [Wish() for _ in range(seats)]
 
     def join(self, seat: int) -> None:
-        """A new text: nothing is known of it."""
         self._wishes[seat] = Wish()
+        if len(self._wishes) == 1:
+            self._policy = self._policy.fresh()
 
     def next(self, seats: Sequence[int]) -> int:
-        """The size of a frame for the texts in these seats."""
-        if not self._drafting or not self.policy.draft_length(self._block):
+        if not self._drafting or not self._policy.draft_length(self._block):
             return 0
         return max(self._wishes[seat].size(self._drafting) for seat in seats)
 
-    def learn(self, outcomes: dict[int, Outcome]) -> None:
-        """What a frame said of these seats, before the texts take it."""
-        drafts = {seat: x for seat, x in outcomes.items() if len(x.entropy) and x.tokens}
+    def learn(self, said: Mapping[int, Outcome]) -> None:
+        drafts = {seat: x for seat, x in said.items() if len(x.entropy)}
         if len(self._drafting) < 2 or not drafts:
             return
         slots = max(len(x.entropy) for x in drafts.values())
         confident = all(len(x.confidence) for x in drafts.values())
-        limits = torch.tensor([len(x.entropy) for x in drafts.values()])
         proposal = Proposal(
             torch.zeros(len(drafts), slots, dtype=torch.int64),
             None,
             _table([x.confidence for x in drafts.values()], slots) if confident else None,
             _table([x.entropy for x in drafts.values()], slots),
         )
-        wished = plan_block(self.policy, proposal, limits)
+        limits = torch.tensor([len(x.entropy) for x in drafts.values()])
+        wished = plan_block(self._policy, proposal, limits)
         for seat, wanted in zip(drafts, wished.lengths.tolist(), strict=True):
             self._wishes[seat].learn(wanted)
+
+    def observe(self, record: RoundRecord) -> None:
+        self._policy.observe(record)
+
+
+class ByRate:
+    """The size of most expected tokens per second.
+
+    Args:
+        cost: Its plain step is the frame of size 0, its rounds are those that draft all slots.
+        pause: Plain frames before the next look at a draft, the first time; twice as many after
+            each look that changes nothing, up to 32 times as many.
+        weight, slow: Of a new draft in the running means of its seat and of all seats, with which
+            a new text starts.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        sizes: Sequence[int],
+        seats: int,
+        pause: int,
+        weight: float = 0.3,
+        slow: float = 0.05,
+    ) -> None:
+        most = sizes[-1]
+        self._seconds = {
+            size: cost.round_s(most, 1 + size, seats) if size else cost.plain_s(seats)
+            for size in sizes
+        }
+        self._least_pause, self._weight, self._slow = pause, weight, slow
+        self._pause, self._plain = pause, 0
+        self._all: list[float] | None = None
+        self._survival: list[list[float] | None] = [None] * seats
+
+    def join(self, seat: int) -> None:
+        self._survival[seat] = None if self._all is None else list(self._all)
+
+    def next(self, seats: Sequence[int]) -> int:
+        if any(self._survival[seat] is None for seat in seats):
+            return max(self._seconds)
+        best = max(self._seconds, key=lambda size: (self._rate(size, seats), -size))
+        if best:
+            self._pause, self._plain = self._least_pause, 0
+            return best
+        self._plain += 1
+        if self._plain <= self._pause:
+            return 0
+        self._pause, self._plain = min(2 * self._pause, 32 * self._least_pause), 0
+        drafting = [size for size in self._seconds if size]
+        return max(drafting, key=lambda size: (self._rate(size, seats), -size))
+
+    def _rate(self, size: int, seats: Sequence[int]) -> float:
+        tokens = sum(1 + sum((self._survival[seat] or [])[:size]) for seat in seats)
+        return tokens / self._seconds[size]
+
+    def learn(self, said: Mapping[int, Outcome]) -> None:
+        for seat, outcome in said.items():
+            seen = list(accumulate(outcome.confidence, mul))
+            if not seen:
+                continue
+            self._survival[seat] = _mixed(self._survival[seat], seen, self._weight)
+            self._all = _mixed(self._all, seen, self._slow)
+
+    def observe(self, record: RoundRecord) -> None:
+        """Confidence has told enough."""
+
+
+def _mixed(known: list[float] | None, seen: list[float], weight: float) -> list[float]:
+    """A running mean; near the end of a text fewer slots are seen, the others stay as they were."""
+    if known is None:
+        return seen
+    mixed = [old + weight * (new - old) for old, new in zip(known, seen, strict=False)]
+    longer = known if len(known) > len(seen) else seen
+    return [*mixed, *longer[len(mixed) :]]
 
 
 def _table(rows: Sequence[Sequence[float]], slots: int) -> torch.Tensor:
