@@ -1,8 +1,8 @@
 """Which recorded frame comes next, from letters of frames that have ended.
 
     sizes       0 (a plain step), 1, 2, 4 primaries, and the whole draft: a graph each
-    by wish     wish: what the policy would have verified of a frame's draft, had it been sent whole;
-                the smallest size that holds the running mean of wishes (`frame_sizes`), over seats
+    by wish     the smallest that holds the running mean of wishes (`frame_sizes`), over seats; a
+                wish is what the policy would have verified of a draft, had it been sent whole
     by rate     argmax over L of  sum_b (1 + S_b1 + ... + S_bL) / T(L),  S_bk the running mean of
                 c_1 c_2 .. c_k in the drafts of seat b, T the step-time curve; 0 is one of the sizes
                 of `auto`
@@ -81,7 +81,7 @@ def size_rule(policy: Policy, sizes: Sequence[int], seats: int, block: int) -> S
 
 
 class ByWish:
-    """`policy` is in front of its first round, and forgets with each text that takes a seat alone."""
+    """What the policy itself learns of a text ends with it where there is one seat."""
 
     def __init__(self, policy: Policy, sizes: Sequence[int], seats: int, block: int) -> None:
         self._policy, self._block = policy.fresh(), block
