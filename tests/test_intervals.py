@@ -1,0 +1,117 @@
+"""Estimates and paired comparisons against closed forms."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dspark.runtime.records import Generation
+from dspark_eval import metrics
+from dspark_eval.intervals import MIN_PROMPTS, Estimate, estimate, paired
+from tests.test_metrics import answer, record
+
+
+def test_an_estimate_by_hand():
+    """Two prompts with 6 of 2 and 2 of 2: pooled 8 / 4, each 3 and 1, sd sqrt 2."""
+    found = estimate([6, 2, 0], [2, 2, 0])  # the third has nothing to divide by
+    assert (found.value, found.n, found.n_prompts) == (2.0, 4.0, 2)
+    assert found.spread == pytest.approx(np.sqrt(2))
+    assert found.ci95 == (1.0, 3.0)
+    assert found.few
+    assert estimate([], []) == Estimate(None, 0.0, 0, None, None, True)
+    one = estimate([3], [2])
+    assert (one.value, one.spread, one.ci95) == (1.5, None, None)
+    assert not estimate([1] * MIN_PROMPTS, [1] * MIN_PROMPTS).few
+
+
+def test_the_interval_of_equal_weights_is_the_normal_one():
+    values = np.random.default_rng(2).normal(4, 2, 900)
+    found = estimate(values, np.ones(900))
+    half = 1.96 * found.spread / 30
+    assert found.ci95 == pytest.approx((found.value - half, found.value + half), abs=0.15 * half)
+
+
+def test_pairs_take_the_difficulty_of_prompts_out():
+    """Prompts differ by a factor of three, drafters by 5 %: in pairs that is clear."""
+    generator = np.random.default_rng(3)
+    hard = generator.uniform(1, 3, 60)
+    theirs = [(100 * level, 100.0) for level in hard]
+    ours = [(105 * level + generator.normal(0, 2), 100.0) for level in hard]
+    found = paired(ours, theirs)
+    assert found.ratio == pytest.approx(1.05, abs=0.01)
+    assert found.clear
+    assert 1.03 < found.ratio_ci95[0] < found.ratio < found.ratio_ci95[1] < 1.07
+    assert found.difference == pytest.approx(found.ours - found.theirs)
+    assert found.difference_ci95[0] > 0
+    # apart the two intervals overlap by most of their width
+    alone = [estimate([x for x, _ in rows], [n for _, n in rows]) for rows in (ours, theirs)]
+    assert alone[0].ci95[0] < alone[1].ci95[1]
+
+
+def test_a_drafter_against_itself_is_exactly_one_and_never_clear():
+    rows = [(float(e), 5.0) for e in range(5, 40)]
+    found = paired(rows, rows)
+    assert (found.ratio, found.ratio_ci95, found.difference) == (1.0, (1.0, 1.0), 0.0)
+    assert (found.wins, found.clear, found.few) == (0.5, False, False)
+
+
+def test_paired_intervals_cover_no_difference_as_often_as_they_say():
+    """Two equal drafters, noise of their own: the interval leaves 1 out in about 5 % of 200.
+
+    With a true rate of 0.05 more than 24 of 200 has a chance of 2e-5.
+    """
+    generator = np.random.default_rng(11)
+    outside = 0
+    for seed in range(200):
+        hard = generator.uniform(1, 4, 40)
+        ours, theirs = (
+            [(float(generator.poisson(20 * level)), 20.0) for level in hard] for _ in range(2)
+        )
+        outside += paired(ours, theirs, seed=seed).clear
+    assert outside <= 24
+
+
+def test_prompts_that_one_of_the_two_lacks_are_left_out_and_counts_must_agree():
+    found = paired([(4, 2), (1, 0)], [(2, 2), (9, 3)])
+    assert (found.ratio, found.n_prompts, found.wins) == (2.0, 1, 1.0)
+    assert paired([(1, 0)], [(1, 1)]).ratio is None
+    with pytest.raises(ValueError, match="2 prompts of ours, 1 of theirs"):
+        paired([(1, 1), (1, 1)], [(1, 1)])
+
+
+def test_figures_of_records_in_pairs():
+    ours, theirs = [[record(3, 3)], [record(3, 1)]], [[record(3, 1)], [record(3, 0)]]
+    assert metrics.compare(ours, theirs).ratio == 2.0
+    rate = metrics.compare(ours, theirs, "acceptance_rate")
+    assert (rate.ours, rate.theirs) == (pytest.approx(4 / 6), pytest.approx(1 / 6))
+
+
+def test_every_figure_is_estimated_and_agrees_with_its_definition():
+    by_prompt = [
+        [answer([record(3, 3), record(3, 1)]), answer([record(2, 2, ended=True)])],
+        [answer([record(3, 0)])],
+    ]
+    found = metrics.estimates(by_prompt)
+    generations: list[Generation] = [g for answers in by_prompt for g in answers]
+    rounds = metrics.pool(g.rounds for g in generations)
+    for name in metrics.FIGURES:
+        assert found[name].value == pytest.approx(getattr(metrics, name)(rounds)), name
+        assert found[name].n_prompts == 2
+    # 1 + 4 + 2, 1 + 2 and 1 + 1 tokens over 1 + 2, 1 + 1 and 1 + 1 passes
+    assert found["block_efficiency"].value == pytest.approx(12 / 7)
+    assert metrics.block_efficiency(generations) == pytest.approx(12 / 7)
+    assert (found["loop_share"].value, found["loop_share"].n) == (0.0, 3.0)
+    # a = 3, 1, 2 and 0 of four rounds; the bonus is missing where the answer ended
+    assert metrics.accepted_length_without_bonus(rounds) == pytest.approx(6 / 4)
+    assert metrics.accepted_length(rounds) == pytest.approx(9 / 4)
+    assert metrics.draft_share(rounds) == pytest.approx(1 / 6)
+
+
+def test_positions_have_their_own_n():
+    found = metrics.position_estimates([[record(3, 3), record(3, 0)], [record(2, 2)]])
+    conditional, survival = found["conditional_acceptance"], found["prefix_survival"]
+    assert [e.value for e in conditional] == pytest.approx([2 / 3, 1.0, 1.0])
+    assert [e.n for e in conditional] == [3.0, 2.0, 1.0]
+    assert [e.n for e in survival] == [3.0, 3.0, 2.0]
+    assert [e.n_prompts for e in survival] == [2, 2, 1]
+    assert conditional[2].ci95 is None
