@@ -30,6 +30,7 @@ from dspark.runtime.policies.replay import whole_blocks
 from dspark.runtime.records import RoundRecord
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval.costs import Costs, find_costs
+from dspark_eval.environment import describe_environment
 from dspark_eval.pair import Pair, load_pair
 from dspark_eval.report import print_calibration, progress
 from dspark_eval.settings import CalibrateOptions
@@ -86,8 +87,10 @@ def run_calibrate(options: CalibrateOptions) -> dict[str, Any]:
         "drafter": pair.drafter_name,
         "dataset": dataset,
         "seed": options.seed,
+        "max_new_tokens": options.max_new_tokens,
         "bins": BINS,
         "settings": reports,
+        "environment": describe_environment(pair.target.device, pair.target.dtype),
         "warnings": [
             *pair.warnings,
             *(costs.warnings if costs is not None else [NO_STOPS]),

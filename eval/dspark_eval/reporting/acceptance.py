@@ -13,7 +13,7 @@ from dspark_eval.report_notes import policy_words
 from dspark_eval.reporting.blocks import Block, Picture, Prose, Section, notes, table
 from dspark_eval.reporting.figures import draw_curves, panel
 from dspark_eval.reporting.speed import round_blocks
-from dspark_eval.reporting.words import machine, positions_alt, short
+from dspark_eval.reporting.words import label, machine, positions_alt, short
 
 Suites = Mapping[str, Mapping[str, Any]]
 
@@ -63,7 +63,9 @@ def _evaluation(value: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def _named(suites: Suites) -> dict[str, Any]:
-    return {f"{name} (n = {suite['n_prompts']} prompts)": suite for name, suite in suites.items()}
+    return {
+        f"{label(name)} (n = {suite['n_prompts']} prompts)": suite for name, suite in suites.items()
+    }
 
 
 def _suite_row(name: str, suite: Mapping[str, Any]) -> Sequence[str]:
@@ -86,21 +88,21 @@ def _padded(values: Sequence[float | None], size: int) -> list[float | None]:
 def _thresholds(suites: Suites, setting: str) -> Iterator[Picture]:
     """What the recorded rounds would have given, cut where confidence falls below a threshold."""
     found = {name: s["threshold_curve"] for name, s in suites.items() if s.get("threshold_curve")}
-    for key, label in (
+    for key, what in (
         ("accepted_length", "accepted length (tokens per round)"),
         ("acceptance_rate", "accepted drafts (share of those sent)"),
     ):
         curves = {
-            f"{name} (n = {points[0]['rounds']} rounds)": [
+            f"{label(name)} (n = {points[0]['rounds']} rounds)": [
                 (point["threshold"], point[key]) for point in points
             ]
             for name, points in found.items()
         }
         if curves:
-            drawn = partial(draw_curves, curves=curves, x="confidence threshold of a cut", y=label)
+            drawn = partial(draw_curves, curves=curves, x="confidence threshold of a cut", y=what)
             yield Picture(
                 f"threshold-{key.split('_')[0]}",
-                f"Threshold sweep: {label} of the same rounds, cut at the first draft whose "
+                f"Threshold sweep: {what} of the same rounds, cut at the first draft whose "
                 "confidence is below.",
                 _curves_alt(curves),
                 partial(panel, drawn, title=setting),

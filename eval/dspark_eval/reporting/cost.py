@@ -16,7 +16,7 @@ from dspark_eval.cells import number
 from dspark_eval.plots import BLUE, GREY, MARKERS, ORANGE, SERIES, tidy
 from dspark_eval.reporting.blocks import Block, Picture, Prose, Section, table
 from dspark_eval.reporting.figures import panel
-from dspark_eval.reporting.words import machine, short
+from dspark_eval.reporting.words import label, machine, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -159,7 +159,9 @@ def rates(kind: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Rate]]:
     elif kind == "eval":
         for name, suite in value["suites"].items():
             for point in suite.get("goodput") or ():
-                rate = Rate(point["concurrency"], point["plain"], point["speculative"], False, name)
+                rate = Rate(
+                    point["concurrency"], point["plain"], point["speculative"], False, label(name)
+                )
                 yield _of(value["target"], suite), rate
 
 
@@ -233,7 +235,7 @@ def draw_throughput(axes: Axes, found: Sequence[Rate]) -> None:
                 continue  # plain decoding costs the same whatever is asked
             axes.plot([r.concurrency for r in own], [getattr(r, way) for r in own], color=colour,
                       linestyle=line, label=f"{way}, modelled"
-                      + (f" ({origin})" if way == "speculative" else ""))  # fmt: skip
+                      + (f" ({label(origin)})" if way == "speculative" else ""))  # fmt: skip
     for way, colour, marker in (("plain", ORANGE, "s"), ("speculative", BLUE, "o")):
         if measured:
             heights = [getattr(rate, way) for rate in measured]

@@ -69,7 +69,7 @@ def plot_lengths(bins: Sequence[Mapping[str, Any]], key: str, title: str, path: 
             axes.axvline(mean, color=RED, linewidth=1.2, linestyle="--")
             axes.set_ylabel(f"{nats(found)}\nn = {n}", rotation=0, ha="right", va="center")
             axes.yaxis.set_major_locator(MaxNLocator(2, integer=True))
-            axes.yaxis.set_label_coords(-0.09, 0.5)
+            axes.yaxis.set_label_coords(-0.12, 0.5)
             tidy(axes)
         panels[-1].set_xticks(range(max(len(found[key]) for found in bins)))
         panels[-1].set_xlabel(

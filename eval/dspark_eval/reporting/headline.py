@@ -15,7 +15,7 @@ from dspark_eval.reporting.blocks import Block, Prose, Section, notes, table
 from dspark_eval.reporting.sources import Found
 
 HEADS = (
-    "drafter, prompt set, temperature", "speed-up", "accepted length", "accepted drafts",
+    "drafter, prompt set, temperature T", "speed-up", "accepted length", "accepted drafts",
     "prompts", "same text", "calibration error",
 )  # fmt: skip
 Document = Mapping[str, Any]
@@ -90,7 +90,7 @@ def _row(
     drafter = _name(value.get("drafter") or value["target"])
     speedup = figures["speedup"]
     return (
-        f"{drafter}\n{prompts}, {temperature:g}",
+        f"{drafter}\n{prompts}, T = {temperature:g}",
         NOT_MEASURED if speedup is None
         else f"{speedup:.2f}x {interval(figures['speedup_ci95'])}".strip(),
         f"{number(figures['accepted_length'], 2)} {interval(figures['accepted_length_ci95'])}",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from dspark.wording import counted
@@ -13,7 +12,7 @@ from dspark_eval.plots import draw_positions, draw_speed, draw_split
 from dspark_eval.report_notes import mismatch_lines, policy_words
 from dspark_eval.reporting.blocks import Block, Picture, Prose, Samples, Section, notes, table
 from dspark_eval.reporting.figures import panel, plot_lengths, plot_timeline
-from dspark_eval.reporting.words import machine, positions_alt, short
+from dspark_eval.reporting.words import label, machine, positions_alt, short
 
 Run = Mapping[str, Any]
 
@@ -95,7 +94,7 @@ def round_blocks(runs: Mapping[str, Run]) -> Iterator[Block]:
                 plot_lengths,
                 bins,
                 key,
-                f"{name}, n = {sum(found['rounds'] for found in bins)} rounds",
+                f"{label(name)}, n = {sum(found['rounds'] for found in bins)} rounds",
             ),
         )
     samples = first.get("samples", ())
@@ -110,10 +109,10 @@ def round_blocks(runs: Mapping[str, Run]) -> Iterator[Block]:
                 plot_timeline,
                 sample,
                 plain_ms,
-                f"{name}, n = 1 answer of {counted(sample['tokens'], 'token')}",
+                f"{label(name)}, n = 1 answer of {counted(sample['tokens'], 'token')}",
             ),
         )
-    entries = [{"label": label, **s} for label, r in runs.items() for s in r.get("samples", ())]
+    entries = [{"label": key, **s} for key, r in runs.items() for s in r.get("samples", ())]
     if entries:
         yield Samples(tuple(entries))
 
@@ -180,9 +179,11 @@ def frames(source: str, value: Any) -> Section:
         ),
     ]  # fmt: skip
     curves = {
-        f"{name} (n = {found['n_prompts']})": found for name, found in value["suites"].items()
+        f"{label(name)} (n = {found['n_prompts']} prompts)": found
+        for name, found in value["suites"].items()
     }
-    drawn = partial(panel, partial(draw_positions, curves=curves), title=Path(source).name)
+    where = machine(value["environment"], short=True)
+    drawn = partial(panel, partial(draw_positions, curves=curves), title=where)
     caption = "Chance that a draft is accepted once all before it were, by its position."
     blocks.append(Picture("acceptance", caption, positions_alt(curves), drawn))
     return Section(f"Recorded frames: {short(source)}", tuple(blocks), source)

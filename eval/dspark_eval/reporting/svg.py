@@ -12,6 +12,7 @@ from pathlib import Path
 
 from matplotlib import rc_context
 
+from dspark_eval.plots import BLUE, GREY
 from dspark_eval.reporting.blocks import Picture
 
 SETTINGS = {
@@ -20,7 +21,12 @@ SETTINGS = {
     "savefig.facecolor": "none",
     "axes.facecolor": "none",
 }
-_INKS = (("#000000", "currentColor"), ("#ffffff", "var(--paper)"), ("#666666", "var(--muted)"))
+_INKS = (
+    ("#000000", "currentColor"),
+    ("#ffffff", "var(--paper)"),
+    (GREY, "var(--muted)"),
+    (BLUE.lower(), "var(--blue)"),  # too dark for a dark page
+)
 
 
 def inline(picture: Picture, prefix: str) -> str:

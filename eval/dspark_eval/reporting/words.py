@@ -9,10 +9,17 @@ from typing import Any
 from dspark.wording import counted
 from dspark_eval.cells import number
 
+LABEL = 32
+
 
 def short(source: str) -> str:
     """A file by its name and its folder's."""
     return "/".join(Path(source).parts[-2:])
+
+
+def label(name: str) -> str:
+    """A name as a picture's legend has room for it."""
+    return name if len(name) <= LABEL else f"{name[: LABEL - 1]}…"
 
 
 def machine(environment: Mapping[str, Any], *, short: bool = False) -> str:

@@ -1,0 +1,124 @@
+"""Documents of every kind that a report shows, small and by hand, every name in them hostile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+EVIL = (
+    """</span><script>window.owned=1;document.title="owned"</script><img src=x onerror=owned=1>"""
+)
+
+ENVIRONMENT = {
+    "date": "2026-01-02T03:04:05+00:00", "device": "cpu", "device_name": "Test CPU", "threads": 1,
+    "dtype": "float32", "torch": "2.13.0", "dspark": "0.1.0", "git_revision": "abc123",
+}  # fmt: skip
+
+
+def _round(accepted: int, emitted: int, end: str) -> dict[str, Any]:
+    return {
+        "drafted": 3, "verified": 3, "accepted": accepted, "emitted": emitted, "end": end,
+        "draft_ms": 1.0, "verify_ms": 4.0, "other_ms": 0.5,
+    }  # fmt: skip
+
+
+SAMPLE = {
+    "prompt": 0, "why": "median", "question": EVIL, "accepted_length": 2.5, "tokens": 8,
+    "finish": "end",
+    "text": ["One", " and", EVIL, "\n", "two", "``", " end", ""],
+    "kind": ["first", "accepted", "accepted", "corrected", "accepted", "sibling", "bonus",
+             "accepted"],
+    "confidence": [None, 0.91, 0.5, None, 0.7, None, None, 0.2],
+    "round": [-1, 0, 0, 0, 1, 1, 1, 2],
+    "rounds": [_round(2, 3, "corrected"), _round(1, 3, "sibling"), _round(1, 1, "all_accepted")],
+    "prefill_ms": 3.0,
+}  # fmt: skip
+
+LENGTHS = [
+    {"low": 0.0, "high": 0.1, "rounds": 2, "verified": [0, 0, 1, 1], "accepted": [0, 0, 1, 1]},
+    {"low": 1.0, "high": None, "rounds": 2, "verified": [0, 1, 1, 0], "accepted": [2, 0, 0, 0]},
+]
+
+RUN: dict[str, Any] = {
+    "schema_version": 1, "target": "nano", "drafter": EVIL, "batch": 1, "policy": "fixed",
+    "verification": "token", "temperature": 0.0, "max_new_tokens": 16, "n_prompts": 2,
+    "plain_tokens_per_s": 50.0, "speculative_tokens_per_s": 100.0, "speedup": 2.0,
+    "speedup_ci95": [1.8, 2.2], "accepted_length": 2.5, "accepted_length_ci95": [2.0, 3.0],
+    "acceptance_rate": 0.5, "conditional_acceptance": [0.9, 0.6, None], "draft_ms": 1.0,
+    "verify_ms": 4.0, "other_ms": 0.5, "greedy_mismatches": 0, "environment": ENVIRONMENT,
+}  # fmt: skip
+
+BENCH = {
+    **RUN,
+    "extra": {
+        "prompts": EVIL, "prompts_sha256": "a", "draft_length": 3, "seed": 5, "peer": None,
+        "warnings": [f"beware of {EVIL}"], "plain_tokens_per_s_ci95": [45.0, 55.0],
+        "speculative_tokens_per_s_ci95": [90.0, 110.0], "plain_ms_per_token": 20.0,
+        "mismatches": None, "lengths_by_entropy": LENGTHS, "samples": [SAMPLE],
+    },
+}  # fmt: skip
+
+GOODPUT = [
+    {"concurrency": n, "plain": 50.0 * n, "speculative": 90.0 * n, "speedup": 1.8,
+     "draft_length": 3, "measured_times": True}
+    for n in (1, 2, 4)
+]  # fmt: skip
+
+EVAL = {
+    "schema_version": 1, "target": "nano", "drafter": "d|<b>", "temperature": 0.0,
+    "draft_length": 3, "policy": "fixed", "seed": 6, "warnings": [],
+    "suites": {
+        EVIL: {
+            **RUN, "speedup": None, "speedup_ci95": None, "n_rounds": 40, "prompts_sha256": "b",
+            "accepted_length_without_loops": 2.5, "loop_share": 0.0, "exact_answers": None,
+            "context_buckets": [
+                {"low": 0, "high": 128, "rounds": 30, "accepted_length": 2.6},
+                {"low": 128, "high": None, "rounds": 10, "accepted_length": 2.1},
+            ],
+            "lengths_by_entropy": LENGTHS, "samples": [SAMPLE], "goodput": GOODPUT,
+            "threshold_curve": [
+                {"threshold": t, "accepted_length": 2.5 - t, "acceptance_rate": 0.5 + t / 2,
+                 "rounds": 40}
+                for t in (0.0, 0.5, 0.9)
+            ],
+        }
+    },
+}  # fmt: skip
+
+_BINS = {"rounds": [20, 20], "predicted_sum": [4.0, 16.0], "survived": [5, 15]}
+RELIABILITY = {
+    "schema_version": 1, "target": "nano", "drafter": EVIL, "dataset": EVIL, "seed": 7, "bins": 2,
+    "warnings": [], "environment": ENVIRONMENT,
+    "settings": [
+        {
+            "temperature": 0.0, "rounds": 40, "prompts": 2, "stops": None,
+            "average_ece_before": 0.1, "average_ece_after": 0.05, "average_ece_floor": 0.04,
+            "ece_before": [0.1, 0.1], "ece_after": [0.05, None], "ece_floor": [0.04, 0.04],
+            "auc": [0.8, None], "diagram": [{"before": _BINS, "after": _BINS}] * 2,
+        }
+    ],
+}  # fmt: skip
+
+COSTS = {
+    "kind": "dspark cost model", "schema_version": 1, "target": "nano", "drafter": EVIL,
+    "context_tokens": 50, "machine": {}, "environment": ENVIRONMENT,
+    "batches": [
+        {"batch": n, "plain_s": 0.01 * n, "draft_s": {"1": 0.001, "3": 0.002},
+         "verify_s": {"1": 0.01 * n, "4": 0.015 * n}, "other_s": 0.001}
+        for n in (1, 4)
+    ],
+}  # fmt: skip
+
+_WAY = {"tokens_per_s": 400.0, "frame_ms_p50": 2.0, "frame_ms_p99": 2.5}
+FRAMES = {
+    "command": "python -m dspark_eval.frame_speed", "target": "nano", "batch": 8,
+    "temperature": 0.0, "chosen": 3, "draft_length": 3, "frames": {}, "plain_frames": {},
+    "environment": ENVIRONMENT,
+    "suites": {
+        "words": {
+            "n_prompts": 2, "plain": _WAY, "speculative": {**_WAY, "tokens_per_s": 700.0},
+            "speedup": 1.75, "speedup_ci95": None, "accepted_length": 2.5,
+            "accepted_length_ci95": None, "conditional_acceptance": [0.9, 0.6],
+            "texts_equal": 2,
+        }
+    },
+}  # fmt: skip
