@@ -2,8 +2,8 @@
 
     program = setup + code of the answer + tests + print(nonce)
 
-The answer's code is its first fenced Python block that defines something, else its first block,
-else the whole text. It passes if the process ends with status 0 and prints the nonce, which comes
+The answer's code is its first fenced Python block that defines something, else its first block;
+without a block the whole text, if it defines something. It passes if the process ends with status 0 and prints the nonce, which comes
 after the tests, so that code which leaves early does not pass.
 
 Limits: wall clock and CPU seconds, address space, size of files, processes, no core dump; an empty
@@ -48,7 +48,8 @@ def answer_code(text: str) -> str | None:
     blocks = [code for language, code in _FENCE.findall(text) if language.lower() in _PYTHON]
     parsed = [code for code in blocks or [text] if _parses(code)]
     defining = [code for code in parsed if _functions(code)]
-    return next(iter(defining or parsed), None)
+    # a text without a block is code only if it defines something: "Yes" would parse too
+    return next(iter(defining or (parsed if blocks else [])), None)
 
 
 def _parses(code: str) -> bool:

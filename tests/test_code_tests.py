@@ -1,0 +1,144 @@
+"""Model-written code under its limits, and answers graded by it and by math-verify."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dspark.distill.prompts import PromptRow
+from dspark_eval import grading
+from dspark_eval.code_tests import Limits, answer_code, run_tests
+from dspark_eval.suites import Suite
+
+SHORT = Limits(seconds=3)
+RIGHT = "Sure!\n```python\ndef f(x):\n    return x + 1\n```\nTry it:\n```python\nprint(f(2))\n```"
+TESTS = "assert f(1) == 2"
+
+
+def fenced(code: str) -> str:
+    return f"```python\n{code}\n```"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (RIGHT, "def f(x):\n    return x + 1\n"),
+        ("```\nx = 1\n```\n```py\ndef g(): pass\n```", "def g(): pass\n"),
+        ("```bash\nls\n```\n```python\nx = 1\n```", "x = 1\n"),
+        ("```python\ndef f():\n    return 1", "def f():\n    return 1"),  # cut at its length
+        ("def f(): return 1", "def f(): return 1"),
+        ("I would rather not.", None),
+        ("```python\ndef f(:\n```", None),
+    ],
+)
+def test_the_code_of_an_answer(text: str, code: str | None) -> None:
+    assert answer_code(text) == code
+
+
+def test_right_wrong_and_absent() -> None:
+    assert run_tests(RIGHT, TESTS, limits=SHORT) == "passed"
+    assert run_tests(RIGHT, "assert f(1) == 3", limits=SHORT) == "failed"
+    assert run_tests("no", TESTS, limits=SHORT) == "no code"
+
+
+def test_setup_comes_first_and_a_single_function_may_have_another_name() -> None:
+    text = fenced("def add(x: List[int]):\n    return x[0] + 1")
+    assert run_tests(text, "assert f([1]) == 2", limits=SHORT) == "failed"
+    done = run_tests(
+        text, "assert f([1]) == 2", setup="from typing import List", entry_point="f", limits=SHORT
+    )
+    assert done == "passed"
+
+
+@pytest.mark.parametrize("leaving", ["sys.exit(0)", "os._exit(0)", "print('passed'); quit()"])
+def test_leaving_before_the_tests_is_no_pass(leaving: str) -> None:
+    assert run_tests(fenced(f"import os, sys\n{leaving}"), TESTS, limits=SHORT) == "failed"
+
+
+@pytest.mark.parametrize("loop", ["while True: pass", "import time; time.sleep(60)"])
+def test_time_is_limited(loop: str) -> None:
+    start = time.monotonic()
+    limits = replace(SHORT, seconds=1)
+    assert run_tests(fenced(f"def f(x):\n    {loop}"), TESTS, limits=limits) == "timeout"
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of this kind are Linux's")
+@pytest.mark.parametrize("greed", ["bytearray(3 << 30)", "open('big', 'wb').write(bytes(8 << 20))"])
+def test_memory_and_files_are_limited(greed: str) -> None:
+    code = f"def f(x):\n    {greed}\n    return 2"
+    assert run_tests(fenced(code), TESTS, limits=SHORT) == "failed"
+
+
+def test_what_it_starts_does_not_outlive_it(tmp_path: Path) -> None:
+    """A child that would write a mark after two seconds is killed with the group."""
+    mark = tmp_path / "mark"
+    child = f"import time; time.sleep(2); open({str(mark)!r}, 'w')"
+    code = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {child!r}])"
+    assert run_tests(fenced(code), "pass", limits=SHORT) == "passed"
+    time.sleep(2.5)
+    assert not mark.exists()
+
+
+def test_nothing_of_ours_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    code = "import os\ndef f(x):\n    return 2 if 'SECRET_TOKEN' not in os.environ else 0"
+    assert run_tests(fenced(code), TESTS, limits=SHORT) == "passed"
+    code = "import os\ndef f(x):\n    return 2 if os.listdir() != [] else 0"
+    assert run_tests(fenced(code), TESTS, limits=SHORT) == "passed"  # its own file, in its folder
+    code = f"import os\ndef f(x):\n    return 2 if os.getcwd() != {str(Path.cwd())!r} else 0"
+    assert run_tests(fenced(code), TESTS, limits=SHORT) == "passed"
+
+
+# ------------------------------------------------------------------ grading
+
+USER = ({"role": "user", "content": "?"},)
+
+
+def suite(*facts: dict, grader: str = "exact") -> Suite:
+    rows = tuple(PromptRow("f", n, USER, fact) for n, fact in enumerate(facts))
+    return Suite("s", rows, len(rows), grader=grader)
+
+
+def test_code_runs_only_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_, **__):
+        raise AssertionError("model-written code ran")
+
+    both = suite({"tests": TESTS}, {"tests": "assert f(1) == 3"}, {})
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", never)
+        found = grading.grade(both, [RIGHT] * 3)
+    assert (found.marks, found.share) == ((None, None, None), None)
+    assert "the tests of 2 answers were not run; --run-code" in found.notes[0]
+    found = grading.grade(both, [RIGHT] * 3, run_code=True)
+    assert (found.marks, found.share, found.notes) == ((True, False, None), 0.5, ())
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "right"),
+    [
+        ("\\frac{1}{2}", "So we get $\\boxed{0.5}$.", True),
+        ("1200", "It is 600 + 600, so \\boxed{1,200}", True),
+        ("1200", "It is \\boxed{1300}, not 1200.", False),
+        ("\\left( 3, \\frac{\\pi}{2} \\right)", "\\boxed{(3, \\pi/2)}", True),
+        ("70", "The answer is 70.", True),
+        ("70", "I do not know.", False),
+    ],
+)
+def test_maths_answers_are_expressions(answer: str, text: str, right: bool) -> None:
+    pytest.importorskip("math_verify")
+    found = grading.grade(suite({"answer": answer}, grader="maths"), [text])
+    assert found.marks == (right,)
+
+
+def test_without_math_verify_nothing_is_graded_and_that_is_said(monkeypatch) -> None:
+    monkeypatch.setattr(grading.util, "find_spec", lambda name: None)
+    found = grading.grade(suite({"answer": "1"}, grader="maths"), ["\\boxed{1}"])
+    assert (found.share, len(found.notes)) == (None, 1)
+    assert "pip install 'dspark[suites]'" in found.notes[0]
+    assert grading.grade(suite({"answer": "1"}), ["#### 1"]).share == 1.0
