@@ -28,7 +28,7 @@ from dspark.distill.batches import Batch, Schedule, deal, make_batch
 from dspark.distill.fresh import new_drafter
 from dspark.distill.loss import distill_loss
 from dspark.distill.optim import Optimiser, learning_rate
-from dspark.distill.taps import KeptFeatures
+from dspark.distill.taps import FeatureSource, KeptFeatures, target_features
 from dspark.distill.terms import Objective
 from dspark.distill.train_settings import TrainSettings
 from dspark.distill.trainer import NonFinite, Trainer
@@ -152,8 +152,7 @@ class EagleLoss:
 
     def __init__(self, data: RunData, model: EagleModel) -> None:
         self.data, self.model, self.target = data, model, data.loaded.target
-        budget = int(data.config.train.keep_gib * 2**30)
-        self.source = KeptFeatures(self.target, model.config.taps, budget)
+        self.source = feature_source(data, model.config.taps)
         self.head = NoHead(self.target.table_size, 1).to(data.processes.device)
         self.head.requires_grad_(False)
         decay = -1 / math.log(STEP_WEIGHT)
@@ -230,7 +229,7 @@ class ArLoss:
     def __init__(self, data: RunData, model: LlamaForCausalLM) -> None:
         self.data, self.model, self.target = data, model, data.loaded.target
         taps = TapSet((0,), self.target.tap_kinds[0])  # a source gives taps; these are not read
-        self.source = KeptFeatures(self.target, taps, int(data.config.train.keep_gib * 2**30))
+        self.source = feature_source(data, taps)
 
     def __call__(self, batch: Batch) -> tuple[Tensor, float]:
         batch = batch.to(self.data.processes.device)
@@ -243,6 +242,14 @@ class ArLoss:
         log_q = torch.log_softmax(logits, dim=-1)
         summed = F.kl_div(log_q, wanted, reduction="sum", log_target=True)
         return summed, float(at.sum())
+
+
+def feature_source(data: RunData, taps: TapSet) -> FeatureSource:
+    """Target states of a batch, kept in memory as the run's own were."""
+    target, gib = data.loaded.target, data.config.train.keep_gib
+    if gib == 0:
+        return lambda batch: target_features(target, batch, taps)
+    return KeptFeatures(target, taps, int(gib * 2**30))
 
 
 def count(module: nn.Module) -> int:

@@ -1,0 +1,152 @@
+"""`python -m dspark_eval.baselines`: train baselines, measure a contender, make the table.
+
+train RUN --kind eagle3 --out DIR     on the rows, steps and seed of a distillation run
+measure CONTENDER --out FILE          on held-out prompts, for the table
+table OUT                             DSpark, DFlash, EAGLE-3, a causal LM and lookup, by seeds
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark.commands.distill import parse_settings
+from dspark.errors import UserError
+from dspark_eval.baselines.folders import KINDS, save_ar, save_dflash, save_eagle
+from dspark_eval.baselines.measure import measure
+from dspark_eval.baselines.rows import RunData, read_run
+from dspark_eval.baselines.table import ARMS, Plan, markdown, run_table
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code 2 and one line for a wrong input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dspark_eval.baselines",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _train_options(commands.add_parser("train", help="one baseline, on the rows of a run"))
+    _measure_options(commands.add_parser("measure", help="a contender on held-out prompts"))
+    _table_options(commands.add_parser("table", help="the ordering of the paper's Table 1"))
+    options = parser.parse_args(arguments)
+    try:
+        {"train": _train, "measure": _measure, "table": _table}[options.command](options)
+    except UserError as error:
+        print(f"dspark_eval.baselines: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _train_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="folder of a distillation run")
+    parser.add_argument("--kind", choices=KINDS, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the baseline")
+    parser.add_argument("--device", help="cpu or cuda; else the run's")
+    parser.add_argument("--set", nargs="+", default=[], help="a setting of the run, changed")
+    parser.add_argument("--any-size", action="store_true", help="do not match the run's parameters")
+
+
+def _measure_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("contender", help="as of `dspark eval --compare`")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    parser.add_argument("--target", default="nano")
+    parser.add_argument("--draft-length", type=int, default=7)
+    parser.add_argument("--prompts", type=int, default=60, help="prompts of each set")
+
+
+def _table_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", type=Path, help="folder of all runs; the same one goes on")
+    parser.add_argument("--arm", nargs="+", default=list(ARMS), help="only these, and dspark")
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--prompts", type=int, default=60, help="prompts of each measurement")
+    parser.add_argument("--draft-length", type=int, default=7)
+    parser.add_argument("--target", default="nano")
+    parser.add_argument(
+        "--device", default="auto", help="where runs train; measuring is on the CPU"
+    )
+    parser.add_argument("--set", nargs="+", default=[], help="a setting of every arm, key=value")
+
+
+def _train(options: argparse.Namespace) -> None:
+    data = read_run(options.run, options.device)
+    changed = data.changed(parse_settings(options.set) or {})
+    data = RunData(changed, data.loaded, data.rows, data.processes)
+    train_baseline(data, options.kind, options.out, match=not options.any_size)
+
+
+def train_baseline(data: RunData, kind: str, out: Path, *, match: bool) -> dict[str, Any]:
+    """Train one baseline and write its folder; returns what the folder says of it."""
+    from dspark_eval.baselines import training
+
+    goal = data.parameters() if match else None
+
+    def facts(trained: training.Trained, parameters: int) -> dict[str, Any]:
+        return {
+            "target": data.config.target.name,
+            "rows_digest": data.rows.digest,
+            "rows": len(data.rows.training),
+            "steps": trained.steps,
+            "seed": data.config.train.seed,
+            "lr": data.config.train.lr,
+            "seconds": trained.seconds,
+            "loss": trained.loss,
+            "parameters": parameters,
+        }
+
+    if kind == "dflash":
+        drafter, trained = training.train_dflash(data, goal)
+        said = facts(trained, training.count(drafter) - training.count(drafter.markov_head))
+        save_dflash(out, drafter, said)
+    elif kind == "eagle3":
+        model, trained = training.train_eagle(data, goal)
+        said = facts(trained, training.count(model))
+        save_eagle(out, model, said)
+    else:
+        small, trained = training.train_ar(data, goal)
+        said = facts(trained, training.count(small))
+        save_ar(out, small, data.loaded, said)
+    print(
+        f"{kind}: {said['parameters']} parameters, {trained.steps} steps, loss {trained.loss:.4f}"
+    )
+    return said
+
+
+def _measure(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    document = measure(
+        options.contender,
+        options.out,
+        target=options.target,
+        draft_length=options.draft_length,
+        prompts=options.prompts,
+    )
+    for result in document["results"]:
+        length = result["accepted_length"]
+        print(f"{result['suite']} T={result['temperature']:g}: accepted length {length:.3f}")
+
+
+def _table(options: argparse.Namespace) -> None:
+    plan = Plan(
+        out=options.out,
+        arms=tuple(options.arm),
+        steps=options.steps,
+        seeds=options.seeds,
+        jobs=options.jobs,
+        prompts=options.prompts,
+        draft_length=options.draft_length,
+        target=options.target,
+        device=options.device,
+        overrides=parse_settings(options.set),
+    )
+    print(markdown(run_table(plan, lambda line: print(line, file=sys.stderr, flush=True))))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
