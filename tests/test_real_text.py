@@ -1,0 +1,210 @@
+"""The study on real text: nothing measured is trained on, equal seconds, honest comparisons."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from dspark.distill.batches import make_batch
+from dspark.distill.chat import TrainingRow
+from dspark.distill.messages import user_turn
+from dspark.distill.prompts import PromptRow
+from dspark.distill.taps import target_features
+from dspark.draft.config import DraftConfig
+from dspark.draft.model import DSparkDrafter
+from dspark.errors import UserError
+from dspark.nano.generate import problem
+from dspark.runtime.hf_open import hf_target
+from dspark.runtime.hf_target import RowTarget
+from dspark.runtime.plain import DRAWS, generate_batch
+from dspark.runtime.sampling import SamplingParams
+from dspark.taps import TapSet
+from dspark_eval.real_text import schedule
+from dspark_eval.real_text.prompts import Unseen, refuse_seen, training_prompts
+from dspark_eval.real_text.schedule import Job, Study, jobs
+from dspark_eval.real_text.start import layers_between, start_from_layers
+from dspark_eval.real_text.states import HeldStates
+from dspark_eval.real_text.table import compare
+from tests.hf_tiny import ROWS
+from tests.table_target import TableTarget
+
+SUFFIX = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+MEASURED = "A farmer has 12 red hens and buys 5 more at the market. How many hens are there now?"
+
+
+def _write(path: Path, texts: list[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    others = [problem(1, index, "test").question + SUFFIX for index in range(9)]
+    _write(tmp_path / "test" / "sums.jsonl", [MEASURED + SUFFIX, *others])
+    own = [f"Tell me about the number {n} and why {n * 7} follows it in my list." for n in range(5)]
+    copies = [MEASURED + SUFFIX, MEASURED.replace("12", "31").replace("5", "8"), MEASURED.upper()]
+    honest = "What is the capital of the country that lies north of the Alps?" + SUFFIX
+    _write(tmp_path / "train" / "mixed.jsonl", [*own, *copies, honest])
+    return tmp_path
+
+
+def test_no_test_prompt_nor_a_near_copy_is_trained_on(folder: Path) -> None:
+    chosen = training_prompts(folder, samples=3, generated=40)
+    texts = [row.messages[0]["content"] for row in chosen.training]
+    held = [row.messages[0]["content"] for row in chosen.held_out]
+    assert chosen.dropped["mixed"] == 3  # as it stands, with other numbers, in capitals
+    assert not any("red hens" in text.lower() for text in texts + held)
+    # a shared form is no copy: the honest question has the suffix of every test prompt
+    asked = [text for text in texts if text.endswith(SUFFIX)]
+    assert len(asked) == 3
+    assert not set(held) & set(texts)
+    assert len(texts) >= 3 * 5 + 40 - chosen.dropped.get("generator", 0)
+    refuse_seen(chosen.training, Unseen([folder / "test" / "sums.jsonl"]))
+
+
+@pytest.mark.parametrize(
+    "text", [MEASURED + SUFFIX, MEASURED.replace("12", "31"), "Hello! " + MEASURED]
+)
+def test_training_on_a_test_prompt_is_refused(folder: Path, text: str) -> None:
+    unseen = Unseen([folder / "test" / "sums.jsonl"])
+    rows = [PromptRow("given.jsonl", 7, user_turn("Something else entirely, as it were."))]
+    refuse_seen(rows, unseen)
+    with pytest.raises(UserError, match=r"given\.jsonl:8: shares .* of its word trigrams"):
+        refuse_seen([*rows, PromptRow("given.jsonl", 8, user_turn(text))], unseen)
+
+
+def test_later_turns_of_a_test_prompt_count_too(tmp_path: Path) -> None:
+    later = "Now write the same story again from the point of view of the lighthouse keeper."
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"turns": ["Write a story.", later]}) + "\n")
+    assert Unseen([tmp_path / "chat.jsonl"]).closest(later)[0] == 1.0
+
+
+def _llama() -> RowTarget:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**ROWS["llama"][1])
+    target = hf_target(transformers.LlamaForCausalLM(config), name="tiny", end_token_ids=(2,))
+    assert isinstance(target, RowTarget)
+    return target
+
+
+def test_held_states_are_the_targets_and_zero_at_padding() -> None:
+    target, taps = _llama(), TapSet((0, 2), "residual")
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for length in (9, 4, 17, 12):
+        ids = torch.randint(3, 120, (length,), generator=generator).tolist()
+        rows.append(TrainingRow(tuple(ids), (False,) + (True,) * (length - 1)))
+    states = HeldStates(target, taps, rows)
+    batch = make_batch(rows, [2, 1, 3], anchors=2, seed=0, epoch=0)
+    found, wanted = states(batch), target_features(target, batch, taps)
+    assert torch.allclose(found.taps, wanted.taps, atol=1e-5)
+    assert torch.allclose(found.hidden, wanted.hidden, atol=1e-5)
+    assert found.taps.shape == (3, 17, 64)
+    assert float(found.taps[1, 4:].abs().max()) == 0.0
+    assert float(states(make_batch(rows, [], anchors=2, seed=0, epoch=0)).taps.abs().max()) == 0.0
+
+
+def test_a_drafters_layer_starts_as_the_targets(tmp_path: Path) -> None:
+    target = _llama()
+    config = DraftConfig(
+        hidden_size=32, num_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=48, vocab_size=120, num_target_layers=4, target_layer_ids=(0, 2),
+        target_tap_kind="residual", mask_token_id=3, block_size=4, markov_rank=4,
+    )  # fmt: skip
+    drafter = DSparkDrafter(config)
+    start_from_layers(drafter, target)
+    assert layers_between(4, 2) == [1, 3]
+    theirs, own = target.parts.layers[3], drafter.layers[1]
+    x = torch.randn(7, 32)
+    normed = theirs.input_layernorm(x)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        wanted = getattr(theirs.self_attn, name)(normed)
+        found = getattr(own.self_attn, name)(own.input_layernorm(x))
+        assert torch.allclose(found, wanted, atol=1e-5)
+    mlp = own.mlp(own.post_attention_layernorm(x))
+    assert torch.allclose(mlp, theirs.mlp(theirs.post_attention_layernorm(x)), atol=1e-5)
+    wide = DraftConfig(**{**vars(config), "intermediate_size": 64})
+    with pytest.raises(UserError, match="needs equal shapes"):
+        start_from_layers(DSparkDrafter(wide), target)
+
+
+def test_two_drafters_are_compared_on_the_same_prompts() -> None:
+    def cell(emitted: list[int], rounds: list[int], temperature: float) -> dict:
+        return {
+            "set": "s", "temperature": temperature, "prompts": len(rounds),
+            "emitted": emitted, "rounds": rounds,
+        }  # fmt: skip
+
+    reference = [cell([20, 40, 30], [10, 20, 15], 0.0), cell([20, 40, 30], [10, 20, 15], 1.0)]
+    better = [cell([30, 60, 45], [10, 20, 15], 0.0), cell([20, 40, 30], [10, 20, 15], 1.0)]
+    found = compare(better, reference)
+    assert found["0"]["ratio"] == pytest.approx(1.5)  # in every prompt, so in every resample
+    assert found["0"]["ci95"] == pytest.approx([1.5, 1.5])
+    assert found["1"]["ratio"] == pytest.approx(1.0)
+    assert found["all"]["ratio"] == pytest.approx(1.25)  # tokens over rounds, both pooled
+    with pytest.raises(UserError, match="other prompts"):
+        compare([cell([1], [1], 0.0)], reference)
+
+
+def test_jobs_wait_for_what_they_need_and_are_skipped_where_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[str]] = []
+    said: list[str] = []
+
+    def call(arguments: list[str], log: Path, gpu: str | None = None) -> None:
+        ran.append([arguments[1], *arguments[3:], f"gpu {gpu}"])
+        if "bad" in arguments:
+            raise UserError("it broke")
+
+    monkeypatch.setattr(schedule, "call_module", call)
+    study = Study(tmp_path, ["--common"], 50.0, said.append, ["--set", "a=1"], ["--last"])
+    ended = study.run(
+        [
+            [Job("b", 1, ("measure", "b"), ("a",)), Job("big", 0, ("x",), least=60.0)],
+            [Job("a", 0, ("train", "a")), Job("bad", 0, ("bad", "bad"))],
+            [Job("after", 0, ("y",), ("bad",))],
+        ]
+    )
+    assert ended == {"a": True, "b": True, "bad": False, "big": False, "after": False}
+    assert ["train", "--common", "a", "--set", "a=1", "--last", "gpu 0"] in ran
+    assert ran.index(["measure", "--common", "b", "--last", "gpu 1"]) > 0
+    assert [call[0] for call in ran].count("y") == 0
+    assert any("after: skipped, bad was not done" in line for line in said)
+    assert any("big: skipped" in line and "60 needed" in line for line in said)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_two_that_are_compared_have_a_gpu_to_themselves(gpus: int) -> None:
+    """Whatever may run while one of them trains is on another GPU, or waits for it."""
+    lanes = jobs(gpus, 200.0)
+    every = {job.name: job for lane in lanes for job in lane}
+    before = {
+        job.name: lane[at - 1].name if at else None for lane in lanes for at, job in enumerate(lane)
+    }
+
+    def comes_after(name: str, other: str) -> bool:
+        direct = [*every[name].needs, *([before[name]] if before[name] else [])]
+        return other in direct or any(comes_after(each, other) for each in direct)
+
+    for arm in ("train-deepspec", "train-best"):
+        for name, job in every.items():
+            beside = name != arm and not comes_after(name, arm) and not comes_after(arm, name)
+            assert not (beside and job.gpu == every[arm].gpu), (name, arm)
+
+
+def test_a_batch_row_draws_the_same_alone_past_the_first_numbers() -> None:
+    target = TableTarget.random(9, 2, scale=1.0)
+    options = {"max_new_tokens": 2 * DRAWS + 5, "sampling": SamplingParams(1.0), "seed": 5}
+    ends = {"end_token_ids": (0,)}
+    prompts = [[3, 1], [4], [1, 5, 2], [6]]
+    together = generate_batch(target, prompts, **options, **ends)
+    assert len({len(text) for text in together}) > 1
+    for index, prompt in enumerate(prompts):
+        assert generate_batch(target, [prompt], **options, **ends, indices=[index]) == [
+            together[index]
+        ]
