@@ -75,7 +75,11 @@ EVAL = {
                 {"low": 128, "high": None, "rounds": 10, "accepted_length": 2.1},
             ],
             "lengths_by_entropy": LENGTHS, "samples": [SAMPLE], "goodput": GOODPUT,
-            "threshold_curve": [
+            "lossless": {"passed": False, "tokens": 77},
+            "positions": {"conditional_acceptance": [
+                {"ci95": [0.8, 1.0]}, {"ci95": [0.5, 0.7]}, {"ci95": None}
+            ]},
+            "thresholds": [
                 {"threshold": t, "accepted_length": 2.5 - t, "acceptance_rate": 0.5 + t / 2,
                  "rounds": 40}
                 for t in (0.0, 0.5, 0.9)

@@ -109,6 +109,7 @@ def draw_positions(axes: Axes, curves: Mapping[str, Run]) -> None:
         chances = run["conditional_acceptance"]
         longest = max(longest, len(chances))
         tau = run["accepted_length"]
+        _shade(axes, run, SERIES[index % len(SERIES)])
         axes.plot(
             range(1, len(chances) + 1),
             [float("nan") if value is None else value for value in chances],
@@ -125,6 +126,20 @@ def draw_positions(axes: Axes, curves: Mapping[str, Run]) -> None:
     axes.set_title("Conditional acceptance", fontsize=10)
     axes.legend(loc="lower left", frameon=False, fontsize=8)
     tidy(axes)
+
+
+def _shade(axes: Axes, run: Run, colour: str) -> None:
+    """The 95 % interval of each position, where the run has one."""
+    known = [
+        (place, *estimate["ci95"])
+        for place, estimate in enumerate(
+            run.get("positions", {}).get("conditional_acceptance", ()), start=1
+        )
+        if estimate["ci95"] is not None
+    ]
+    if known:
+        places, low, high = zip(*known, strict=True)
+        axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def draw_split(axes: Axes, runs: Sequence[Run]) -> None:

@@ -7,20 +7,22 @@ from functools import partial
 from typing import Any
 
 from dspark.wording import counted
-from dspark_eval.cells import interval, number, percent
+from dspark_eval.cells import NOT_MEASURED, interval, number, percent
 from dspark_eval.plots import draw_positions
 from dspark_eval.report_notes import policy_words
+from dspark_eval.reporting import words
 from dspark_eval.reporting.blocks import Block, Picture, Prose, Section, notes, table
 from dspark_eval.reporting.figures import draw_curves, panel
 from dspark_eval.reporting.speed import round_blocks
-from dspark_eval.reporting.words import label, machine, positions_alt, short
+from dspark_eval.reporting.words import label, machine, positions_alt
 
 Suites = Mapping[str, Mapping[str, Any]]
 
 
 def evaluation(source: str, value: Any) -> Section:
     """Sets are never merged: the topic of a prompt moves accepted length more than a drafter."""
-    return Section(f"Acceptance: {short(source)}", tuple(_evaluation(value)), source)
+    title = f"Acceptance: {words.name(value['drafter'])}, temperature {value['temperature']:g}"
+    return Section(title, tuple(_evaluation(value)), source)
 
 
 def _evaluation(value: Mapping[str, Any]) -> Iterator[Block]:
@@ -33,12 +35,12 @@ def _evaluation(value: Mapping[str, Any]) -> Iterator[Block]:
         f"`{value['drafter']}` for `{value['target']}`, {setting}, at most "
         f"{counted(first['max_new_tokens'], 'new token')}, seed {value['seed']}, "
         f"{machine(first['environment'])}. Pooled over prompts, the bonus token included; 95 % "
-        "bootstrap over prompts."
+        "bootstrap over prompts. Lossless check: the target has read every text again."
     )
     yield table(
         "Each prompt set",
-        ("prompt set", "prompts", "rounds", "accepted length", "without loops", "accepted drafts",
-         "answers that loop", "exact answers"),
+        ("prompt set", "prompts", "rounds", "accepted length", "without bonus", "without loops",
+         "accepted drafts", "loops", "exact answers", "exact, plain", "lossless check"),
         (_suite_row(name, suite) for name, suite in suites.items()),
     )  # fmt: skip
     longest = max(len(suite["conditional_acceptance"]) for suite in suites.values())
@@ -53,7 +55,8 @@ def _evaluation(value: Mapping[str, Any]) -> Iterator[Block]:
     yield from notes(value["warnings"])
     yield Picture(
         "acceptance",
-        "Chance that a draft is accepted once all before it were, by its position.",
+        "Chance that a draft is accepted once all before it were, by its position. Shaded: 95 % "
+        "over prompts.",
         positions_alt(suites),
         partial(panel, partial(draw_positions, curves=_named(suites)), title=setting),
     )
@@ -74,11 +77,21 @@ def _suite_row(name: str, suite: Mapping[str, Any]) -> Sequence[str]:
         str(suite["n_prompts"]),
         str(suite["n_rounds"]),
         f"{number(suite['accepted_length'], 2)} {interval(suite['accepted_length_ci95'])}",
+        number(suite.get("accepted_length_without_bonus"), 2),
         number(suite["accepted_length_without_loops"], 2),
         percent(suite["acceptance_rate"]),
         percent(suite["loop_share"]),
         percent(suite["exact_answers"]),
+        percent(((suite.get("plain") or {}).get("task") or {}).get("value")),
+        verdict(suite.get("lossless")),
     )
+
+
+def verdict(lossless: Mapping[str, Any] | None) -> str:
+    """What the target says of the texts when it reads them again (`dspark_eval.fidelity`)."""
+    if lossless is None or lossless["passed"] is None:
+        return NOT_MEASURED
+    return f"{'passed' if lossless['passed'] else 'FAILED'}, {lossless['tokens']} tokens"
 
 
 def _padded(values: Sequence[float | None], size: int) -> list[float | None]:
@@ -87,7 +100,7 @@ def _padded(values: Sequence[float | None], size: int) -> list[float | None]:
 
 def _thresholds(suites: Suites, setting: str) -> Iterator[Picture]:
     """What the recorded rounds would have given, cut where confidence falls below a threshold."""
-    found = {name: s["threshold_curve"] for name, s in suites.items() if s.get("threshold_curve")}
+    found = {name: s["thresholds"] for name, s in suites.items() if s.get("thresholds")}
     for key, what in (
         ("accepted_length", "accepted length (tokens per round)"),
         ("acceptance_rate", "accepted drafts (share of those sent)"),
@@ -122,9 +135,15 @@ def _contexts(suites: Suites) -> Iterator[Block]:
         return
     yield table(
         "Accepted length by the tokens in front of a round",
-        ("prompt set", "tokens", "rounds", "accepted length"),
+        ("prompt set", "tokens", "prompts", "rounds", "accepted length"),
         (
-            (name, _bucket(b), str(b["rounds"]), number(b["accepted_length"], 2))
+            (
+                name,
+                _bucket(b),
+                str(b.get("n_prompts", NOT_MEASURED)),
+                str(b["rounds"]),
+                f"{number(b['accepted_length'], 2)} {interval(b.get('accepted_length_ci95'))}",
+            )
             for name, suite in suites.items()
             for b in suite["context_buckets"]
         ),

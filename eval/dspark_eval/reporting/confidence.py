@@ -12,9 +12,10 @@ from dspark_eval.plots import BLUE, GREY, ORANGE, tidy
 from dspark_eval.policies.plots import LABELS
 from dspark_eval.reliability import plot_reliability
 from dspark_eval.report_notes import stops_lines
+from dspark_eval.reporting import words
 from dspark_eval.reporting.blocks import Block, Picture, Prose, Section, notes, table
 from dspark_eval.reporting.figures import draw_curves, panel
-from dspark_eval.reporting.words import machine, short
+from dspark_eval.reporting.words import machine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +26,8 @@ WAYS = (("before", ORANGE, "s", "--"), ("after", BLUE, "o", "-"))
 
 def calibration(source: str, value: Any) -> Section:
     """What the confidence is worth, before and after its fit."""
-    return Section(f"Calibration: {short(source)}", tuple(_calibration(value)), source)
+    title = f"Calibration: {words.name(value['drafter'])}"
+    return Section(title, tuple(_calibration(value)), source)
 
 
 def _calibration(value: Mapping[str, Any]) -> Iterator[Block]:
@@ -154,7 +156,7 @@ def _ece_alt(setting: Setting) -> str:
 
 def policies(source: str, value: Any) -> Section:
     """Draft-length policies side by side, and the sweep of their thresholds."""
-    return Section(f"Policies: {short(source)}", tuple(_policies(value)), source)
+    return Section(f"Policies: {words.name(value['drafter'])}", tuple(_policies(value)), source)
 
 
 def _policies(value: Mapping[str, Any]) -> Iterator[Block]:

@@ -14,9 +14,10 @@ from dspark.runtime.cost_model import BatchCosts, CostModel, cost_model_from_dic
 from dspark.wording import counted
 from dspark_eval.cells import number
 from dspark_eval.plots import BLUE, GREY, MARKERS, ORANGE, SERIES, tidy
+from dspark_eval.reporting import words
 from dspark_eval.reporting.blocks import Block, Picture, Prose, Section, table
 from dspark_eval.reporting.figures import panel
-from dspark_eval.reporting.words import label, machine, short
+from dspark_eval.reporting.words import label, machine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +27,7 @@ CURVE_POINTS = 60
 
 def cost_model(source: str, value: Any) -> Section:
     """Seconds of a draft and a verify pass by their length, and what a drafter must reach."""
-    return Section(f"Cost model: {short(source)}", tuple(_blocks(value)), source)
+    return Section(f"Cost model: {words.name(value['drafter'])}", tuple(_blocks(value)), source)
 
 
 def _blocks(value: Mapping[str, Any]) -> Iterator[Block]:

@@ -7,16 +7,18 @@ that makes a comparison doubtful the page says so.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from dspark.wording import counted
 from dspark_eval.cells import NOT_MEASURED, interval, number, percent
+from dspark_eval.reporting.acceptance import verdict
 from dspark_eval.reporting.blocks import Block, Prose, Section, notes, table
 from dspark_eval.reporting.sources import Found
+from dspark_eval.reporting.words import name
 
 HEADS = (
     "drafter, prompt set, temperature T", "speed-up", "accepted length", "accepted drafts",
-    "prompts", "same text", "calibration error",
+    "prompts", "same as plain", "calibration error",
 )  # fmt: skip
 Document = Mapping[str, Any]
 
@@ -24,7 +26,7 @@ Document = Mapping[str, Any]
 def headline(found: Sequence[Found]) -> Section | None:
     """One row for each setting that was measured; None where nothing was decoded."""
     errors = {
-        (_name(item.value["drafter"]), setting["temperature"]): setting["average_ece_after"]
+        (name(item.value["drafter"]), setting["temperature"]): setting["average_ece_after"]
         for item in found
         if item.kind.name == "calibration"
         for setting in item.value["settings"]
@@ -35,8 +37,9 @@ def headline(found: Sequence[Found]) -> Section | None:
     blocks: list[Block] = [
         Prose(
             "Accepted length: tokens per round, the target's own included. Speed-up: against plain "
-            "decoding of the same target in the same process. Same text: greedy answers equal to "
-            "plain decoding's. Brackets: 95 % over prompts."
+            "decoding of the same target in the same process. Same as plain: greedy texts equal to "
+            "plain decoding's, or tokens that the target confirmed when it read them again. "
+            "Brackets: 95 % over prompts."
         ),
         table("Everything that was decoded", HEADS, rows),
         *notes(_doubts(found)),
@@ -51,8 +54,8 @@ def subject(found: Sequence[Found]) -> str:
     for item in found:
         facts = environment(item)
         value = item.value if isinstance(item.value, Mapping) else {}
-        drafters |= dict.fromkeys([_name(value["drafter"])] if value.get("drafter") else ())
-        targets |= dict.fromkeys([_name(value["target"])] if value.get("target") else ())
+        drafters |= dict.fromkeys([name(value["drafter"])] if value.get("drafter") else ())
+        targets |= dict.fromkeys([name(value["target"])] if value.get("target") else ())
         if facts:
             machines[str(facts["device_name"])] = None
             days.add(facts["date"][:10])
@@ -70,13 +73,15 @@ def _rows(item: Found, errors: Mapping[tuple[str, float], float]) -> Iterator[Se
         for run in value.get("runs", [value]):
             same = NOT_MEASURED
             if run["greedy_mismatches"] is not None:
-                same = f"{run['n_prompts'] - run['greedy_mismatches']} of {run['n_prompts']}"
+                equal = run["n_prompts"] - run["greedy_mismatches"]
+                same = f"{equal} of {run['n_prompts']} texts"
             yield _row(value, run["extra"]["prompts"], run, run["temperature"], same, errors)
     elif item.kind.name in ("eval", "frames"):
-        for name, suite in value["suites"].items():
-            equal = suite.get("texts_equal")
-            same = NOT_MEASURED if equal is None else f"{equal} of {suite['n_prompts']}"
-            yield _row(value, name, suite, value["temperature"], same, errors)
+        for prompts, suite in value["suites"].items():
+            same = verdict(suite.get("lossless"))
+            if suite.get("texts_equal") is not None:
+                same = f"{suite['texts_equal']} of {suite['n_prompts']} texts"
+            yield _row(value, prompts, suite, value["temperature"], same, errors)
 
 
 def _row(
@@ -87,7 +92,7 @@ def _row(
     same: str,
     errors: Mapping[tuple[str, float], float],
 ) -> Sequence[str]:
-    drafter = _name(value.get("drafter") or value["target"])
+    drafter = name(value.get("drafter") or value["target"])
     speedup = figures["speedup"]
     return (
         f"{drafter}\n{prompts}, T = {temperature:g}",
@@ -101,10 +106,6 @@ def _row(
     )  # fmt: skip
 
 
-def _name(drafter: str) -> str:
-    return Path(drafter).name or drafter
-
-
 def _doubts(found: Sequence[Found]) -> Iterator[str]:
     """What keeps two rows of the table from being compared."""
     timed = [item for item in found if item.kind.name in ("bench", "frames")]
@@ -114,11 +115,19 @@ def _doubts(found: Sequence[Found]) -> Iterator[str]:
             "speeds come from different machines or settings: compare speed-ups and accepted "
             f"lengths, not seconds ({'; '.join(sorted(machines))})"
         )
-    for name, drawn in _draws(found).items():
+    for item in timed:
+        facts = environment(item)
+        load, cores = facts.get("load_average_1m"), facts.get("cpu_cores")
+        if load and cores and load > cores:
+            yield (
+                f"`{item.path}`: measured on a busy machine (load {load:g} on "
+                f"{counted(cores, 'core')}): its seconds are not to be relied on"
+            )
+    for prompts, drawn in _draws(found).items():
         if len(drawn) > 1:
             yield (
-                f"{name}: {len(drawn)} different draws of prompts; accepted lengths on it differ "
-                "by the prompts too"
+                f"{prompts}: {len(drawn)} different draws of prompts; accepted lengths on it "
+                "differ by the prompts too"
             )
 
 
@@ -134,8 +143,8 @@ def _draws(found: Sequence[Found]) -> dict[str, set[str]]:
             extra = item.value["extra"]
             drawn.setdefault(extra["prompts"], set()).add(extra["prompts_sha256"])
         elif item.kind.name == "eval":
-            for name, suite in item.value["suites"].items():
-                drawn.setdefault(name, set()).add(suite["prompts_sha256"])
+            for prompts, suite in item.value["suites"].items():
+                drawn.setdefault(prompts, set()).add(suite["prompts_sha256"])
     return drawn
 
 

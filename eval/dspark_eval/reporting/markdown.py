@@ -15,6 +15,7 @@ def write(sections: Sequence[Section], files: Sequence[Mapping[str, str]]) -> st
     lines = ["# Report", ""]
     for section, drawn in zip(sections, files, strict=True):
         lines += [f"## {section.title}", ""]
+        lines += [f"From `{section.source}`.", ""] if section.source else []
         for block in section.blocks:
             lines += [*_block(block, drawn), ""]
     return "\n".join(lines).rstrip() + "\n"

@@ -105,7 +105,7 @@ def _sample(entry: Mapping[str, Any]) -> dict[str, Any]:
         "length": f"{entry['accepted_length']:.2f}",
         "question": entry["question"],
         "tokens": tokens,
-        "counts": [(KINDS[kind], count) for kind, count in kinds.items()],
+        "counts": [(says, kinds[kind]) for kind, says in KINDS.items() if kinds[kind]],
         "shown": len(tokens),
         "total": entry["tokens"],
         "ended": entry["finish"] == "end" and len(tokens) == entry["tokens"],

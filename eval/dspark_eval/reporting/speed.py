@@ -12,7 +12,7 @@ from dspark_eval.plots import draw_positions, draw_speed, draw_split
 from dspark_eval.report_notes import mismatch_lines, policy_words
 from dspark_eval.reporting.blocks import Block, Picture, Prose, Samples, Section, notes, table
 from dspark_eval.reporting.figures import panel, plot_lengths, plot_timeline
-from dspark_eval.reporting.words import label, machine, positions_alt, short
+from dspark_eval.reporting.words import label, machine, name, positions_alt
 
 Run = Mapping[str, Any]
 
@@ -20,7 +20,7 @@ Run = Mapping[str, Any]
 def bench(source: str, value: Any) -> Section:
     """A table, the pictures of speed and acceptance, and the first setting's rounds closer up."""
     runs = value.get("runs", [value])
-    return Section(f"Speed: {short(source)}", tuple(_bench(runs)), source)
+    return Section(f"Speed: {name(runs[0]['drafter'])}", tuple(_bench(runs)), source)
 
 
 def _bench(runs: Sequence[Run]) -> Iterator[Block]:
@@ -81,20 +81,20 @@ def _bench(runs: Sequence[Run]) -> Iterator[Block]:
 
 def round_blocks(runs: Mapping[str, Run]) -> Iterator[Block]:
     """Draft lengths by entropy and a timeline of the first run, and the sampled texts of all."""
-    name, first = next(iter(runs.items()))
+    setting, first = next(iter(runs.items()))
     bins = first.get("lengths_by_entropy", ())
     for key in _told(bins):
         verb = "sent to the target" if key == "verified" else "accepted"
         yield Picture(
             f"drafts-{key}",
-            f"Drafts {verb} in a round, by how unsure the drafter was of the block ({name}).",
+            f"Drafts {verb} in a round, by how unsure the drafter was of the block ({setting}).",
             f"Mean number of drafts {verb}: "
             + "; ".join(f"{_mean(found[key]):.1f} {_bin(found)}" for found in bins),
             partial(
                 plot_lengths,
                 bins,
                 key,
-                f"{label(name)}, n = {sum(found['rounds'] for found in bins)} rounds",
+                f"{label(setting)}, n = {sum(found['rounds'] for found in bins)} rounds",
             ),
         )
     samples = first.get("samples", ())
@@ -102,14 +102,14 @@ def round_blocks(runs: Mapping[str, Run]) -> Iterator[Block]:
         sample, plain_ms = samples[0], first.get("plain_ms_per_token")
         yield Picture(
             "timeline",
-            f"The first rounds of one answer ({name}, {sample['why']} accepted length): tokens "
+            f"The first rounds of one answer ({setting}, {sample['why']} accepted length): tokens "
             "over time, and the parts of each round below.",
             _timeline_alt(sample, plain_ms),
             partial(
                 plot_timeline,
                 sample,
                 plain_ms,
-                f"{label(name)}, n = 1 answer of {counted(sample['tokens'], 'token')}",
+                f"{label(setting)}, n = 1 answer of {counted(sample['tokens'], 'token')}",
             ),
         )
     entries = [{"label": key, **s} for key, r in runs.items() for s in r.get("samples", ())]
@@ -175,24 +175,24 @@ def frames(source: str, value: Any) -> Section:
             "Each prompt set",
             ("prompt set", "prompts", "plain, tokens/s", "speculative", "speed-up",
              "accepted length", "frame p50, ms", "frame p99, ms", "same text"),
-            (_frames_row(name, found) for name, found in value["suites"].items()),
+            (_frames_row(suite, found) for suite, found in value["suites"].items()),
         ),
     ]  # fmt: skip
     curves = {
-        f"{label(name)} (n = {found['n_prompts']} prompts)": found
-        for name, found in value["suites"].items()
+        f"{label(suite)} (n = {found['n_prompts']} prompts)": found
+        for suite, found in value["suites"].items()
     }
     where = machine(value["environment"], short=True)
     drawn = partial(panel, partial(draw_positions, curves=curves), title=where)
     caption = "Chance that a draft is accepted once all before it were, by its position."
     blocks.append(Picture("acceptance", caption, positions_alt(curves), drawn))
-    return Section(f"Recorded frames: {short(source)}", tuple(blocks), source)
+    return Section(f"Recorded frames: {name(value['target'])}", tuple(blocks), source)
 
 
-def _frames_row(name: str, found: Run) -> Sequence[str]:
+def _frames_row(suite: str, found: Run) -> Sequence[str]:
     plain, fast, equal = found["plain"], found["speculative"], found["texts_equal"]
     return (
-        name,
+        suite,
         str(found["n_prompts"]),
         number(plain["tokens_per_s"], 1),
         number(fast["tokens_per_s"], 1),

@@ -19,7 +19,7 @@ from dspark_eval.reporting.blocks import (
     from_markdown,
     table,
 )
-from dspark_eval.reporting.words import short
+from dspark_eval.reporting.words import name
 from dspark_eval.study import plots as study_plots
 from dspark_eval.study.markdown import markdown
 from dspark_eval.study.table import read_table
@@ -53,8 +53,8 @@ def training(source: str, value: Any) -> Section:
             "Where it ended",
             ("rows", "loss", "accepted length"),
             (
-                (name, number(part.get("loss"), 3), number(part.get("accepted_length"), 2))
-                for name, part in (("training", last), ("held-out", held_out))
+                (rows, number(part.get("loss"), 3), number(part.get("accepted_length"), 2))
+                for rows, part in (("training", last), ("held-out", held_out))
             ),
         ),
         Picture(
@@ -67,7 +67,7 @@ def training(source: str, value: Any) -> Section:
             wide=True,
         ),
     ]
-    return Section(f"Training: {short(str(Path(source).parent))}", tuple(blocks), source)
+    return Section(f"Training: {name(str(Path(source).parent))}", tuple(blocks), source)
 
 
 def _settings(value: Mapping[str, Any]) -> str:
@@ -105,7 +105,7 @@ def _study_pictures(value: Any) -> Iterator[Picture]:
     lengths = "; ".join(
         f"{row['arm']}: {number(row['results'][0]['accepted_length'], 2)}" for row in rows
     )
-    for name, caption, drawn, wanted in (
+    for key, caption, drawn, wanted in (
         ("accepted", "Accepted length by arm.", study_plots.plot_accepted, True),
         ("positions", "Acceptance by position.", study_plots.plot_positions, True),
         ("long", "Accepted length by context.", study_plots.plot_long,
@@ -115,7 +115,7 @@ def _study_pictures(value: Any) -> Iterator[Picture]:
     ):  # fmt: skip
         if wanted:
             alt = f"{caption} Accepted length of each arm: {lengths}"
-            yield Picture(name, caption, alt, partial(drawn, value), wide=True)
+            yield Picture(key, caption, alt, partial(drawn, value), wide=True)
 
 
 def curve(source: str, value: Any) -> Section:
@@ -144,4 +144,4 @@ def curve(source: str, value: Any) -> Section:
             wide=True,
         ),
     )
-    return Section(f"Pruning: {short(source)}", blocks, source)
+    return Section(f"Pruning: {name(value['draft'])}", blocks, source)

@@ -12,14 +12,14 @@ from dspark_eval.cells import number
 LABEL = 32
 
 
-def short(source: str) -> str:
-    """A file by its name and its folder's."""
-    return "/".join(Path(source).parts[-2:])
+def name(drafter: str) -> str:
+    """A drafter or a target without the folders it lies in."""
+    return Path(drafter).name or drafter
 
 
-def label(name: str) -> str:
-    """A name as a picture's legend has room for it."""
-    return name if len(name) <= LABEL else f"{name[: LABEL - 1]}…"
+def label(text: str) -> str:
+    """As much of a name as a picture's legend has room for."""
+    return text if len(text) <= LABEL else f"{text[: LABEL - 1]}…"
 
 
 def machine(environment: Mapping[str, Any], *, short: bool = False) -> str:
@@ -34,6 +34,6 @@ def machine(environment: Mapping[str, Any], *, short: bool = False) -> str:
 def positions_alt(curves: Mapping[str, Mapping[str, Any]]) -> str:
     """Conditional acceptance, read out."""
     return "; ".join(
-        f"{name}: " + " ".join(number(chance, 2) for chance in curve["conditional_acceptance"])
-        for name, curve in curves.items()
+        f"{key}: " + " ".join(number(chance, 2) for chance in curve["conditional_acceptance"])
+        for key, curve in curves.items()
     )
