@@ -27,6 +27,8 @@ LONGEST = 600.0
 OVERHEAD = 40.0
 """Seconds of a training besides its steps: opening the target, its states, compiling, writing."""
 MEASURING = 80.0
+VARIANTS, SIZES = ("deep", "kda"), ("middle", "small")
+"""Further drafters, where there is a GPU for them, and smaller ones."""
 Say = Callable[[str], None]
 
 
@@ -55,29 +57,26 @@ def jobs(gpus: int, seconds: float) -> list[list[Job]]:
     # with one GPU nothing else may run beside what is compared or timed
     after = alone[:1] if gpus == 1 else ()
     timed = ("speed",) if gpus == 1 else alone
-    return [
+    lanes = [
         [
             answers[0],
             _train(REFERENCE, 0, seconds, rows),
             Job("speed", 0, ("speed", "--dtype", "bfloat16"), alone, MEASURING),
-            _train("deep", 0, seconds),
-            _train("kda", 0, seconds),
+            *(_train(arm, 0, seconds) for arm in (VARIANTS if gpus > 1 else SIZES)),
         ],
         [*answers[1:], _train(BEST, last, seconds, (*rows, *after)), _long(last, timed)],
         [
             _measure(REFERENCE, last, timed),
-            _measure(BEST, last, timed),
-            _train("small", last, seconds),
-            _measure("small", last),
-            _measure("deep", last),
-            _measure("kda", last),
-        ],
-        [
-            _train("middle", 0, seconds, ("speed",)),
-            _measure("middle", 0),
-            _measure("long", last),
+            *(_measure(arm, last) for arm in (BEST, *SIZES, VARIANTS[0], "long")),
+            *(_measure(arm, last) for arm in VARIANTS[1:]),
         ],
     ]
+    if gpus > 1:
+        # beside others, but not all on one GPU: each holds the target's states
+        lanes += [[_train(arm, at % gpus, seconds, ("speed",))] for at, arm in enumerate(SIZES)]
+        return lanes
+    trained = {job.name for lane in lanes for job in lane}
+    return [[job for job in lane if trained.issuperset(job.needs)] for lane in lanes]
 
 
 def _answer(shard: int, shards: int) -> Job:
@@ -138,7 +137,11 @@ class Study:
 
     def _lane(self, lane: Sequence[Job]) -> None:
         for job in lane:
-            self._end(job, self._ready(job) and self._play(job))
+            done = False
+            try:
+                done = self._ready(job) and self._play(job)
+            finally:  # whatever happened, others wait for this
+                self._end(job, done)
 
     def _ready(self, job: Job) -> bool:
         with self._changed:

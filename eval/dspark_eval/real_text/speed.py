@@ -93,7 +93,7 @@ def _ways(loaded: LoadedTarget, out: Path, new: int) -> dict[str, Way]:
     model, layers = target.parts.model, target.num_layers
     pad = target.end_token_ids[0]
 
-    def generate(**more: Any) -> Way:
+    def assisted(options: dict[str, Any]) -> Way:
         @torch.inference_mode()
         def run(ids: list[int]) -> list[int]:
             tokens = torch.tensor([ids], device=target.device)
@@ -103,7 +103,7 @@ def _ways(loaded: LoadedTarget, out: Path, new: int) -> dict[str, Way]:
                 max_new_tokens=new,
                 do_sample=False,
                 pad_token_id=pad,
-                **more,
+                **options,
             )
             return [int(token) for token in out[0, len(ids) :].tolist()]
 
@@ -120,9 +120,9 @@ def _ways(loaded: LoadedTarget, out: Path, new: int) -> dict[str, Way]:
             if (out / arm / TRAINED).is_file()
             for temperature in (0.0, 1.0)
         },
-        "generate": generate(),
-        "prompt_lookup": generate(prompt_lookup_num_tokens=LOOKUP_TOKENS),
-        "early_exit": generate(assistant_early_exit=layers // 2),
+        "generate": assisted({}),
+        "prompt_lookup": assisted({"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
+        "early_exit": assisted({"assistant_early_exit": layers // 2}),
     }
 
 
