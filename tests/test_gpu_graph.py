@@ -12,6 +12,7 @@ from dspark.runtime.decode import SpeculativeDecoder
 from dspark.runtime.graph_decode import GraphDecoder
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.plain import plain_generate
+from dspark.runtime.policies import Auto, Fixed
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval.device_profile import profile
 from tests.k3_tiny import tiny_model
@@ -114,3 +115,15 @@ def test_replays_are_deterministic(config: K3Config) -> None:
         target, requests()[0].prompt_ids, max_new_tokens=8, sampling=GREEDY
     ).tokens
     assert runs[0][0] == alone
+
+
+def test_frames_of_several_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of one decoder in any order: plain after large, large after plain."""
+    target, drafter = on_gpu(SMALL), make_drafter(DRAFTERS["kda"]).to(GPU)
+    decoder = GraphDecoder(target, drafter, seats=2, max_length=60, policy=Auto(Fixed(BLOCK)))
+    assert all(replay.recorded for replay in decoder.replays.values())
+    turns = iter([4, 0, 0, 1, 2, 0, 4, 1, 4, 2] * 20)
+    monkeypatch.setattr(decoder.rule, "next", lambda seats: next(turns))
+    asked = requests(length=20)
+    assert [g.tokens for g in decoder.generate_many(asked)] == plain_texts(target, asked)
+    assert set(decoder.frame_sizes) == {0, 1, 2, 4}

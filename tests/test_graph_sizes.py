@@ -66,9 +66,10 @@ def drafter() -> DSparkDrafter:
     return make_drafter(DRAFTERS["kda"])
 
 
-def outcome(*confidence: float) -> Outcome:
+def outcome(*confidence: float, accepted: int = 0, sent: int = 0) -> Outcome:
+    """Of a draft of which `sent` primaries were judged."""
     count = len(confidence)
-    return Outcome(0, 7, 2, -1, -1, count, [1] * count, confidence, [0.1] * count, [])
+    return Outcome(accepted, 7, 3, -1, -1, sent, [1] * count, confidence, [0.1] * count, [])
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -162,6 +163,21 @@ def test_throughput_takes_the_size_that_its_curve_promises_most_for() -> None:
     assert rule.next([1]) == 2, "a new text starts with what all texts were like: most like seat 0"
 
 
+def test_what_became_of_a_draft_counts_as_much_as_what_was_expected() -> None:
+    sure = [1.0] * 8
+    rule = ByRate(COST, (1, 2, 4, 8), seats=1, pause=1)
+    rule.learn({0: outcome(*sure, accepted=1, sent=8)})
+    # survival 1, then 1/2 each: 2 / 1.6, 2.5 / 1.85, 3.5 / 2.35, 5.5 / 3.35
+    assert rule.next([0]) == 8
+    for _ in range(9):
+        rule.learn({0: outcome(*[1.0, *[0.6] * 7], accepted=1, sent=8)})
+    # survival 1, then 0.3, 0.18, 0.11 ..: 2 / 1.6, 2.3 / 1.85, 2.59 / 2.35
+    assert rule.next([0]) == 1
+    for _ in range(9):
+        rule.learn({0: outcome(*sure, accepted=1, sent=1)})
+    assert rule.next([0]) == 8, "sent whole and accepted: behind it confidence goes on"
+
+
 def test_auto_by_rate_is_plain_where_that_is_faster_and_looks_again() -> None:
     rule = ByRate(COST, (0, 1, 2, 4, 8), seats=1, pause=3)
     bad, good = outcome(0.3, *[0.1] * 7), outcome(*[0.97] * 8)
@@ -178,6 +194,7 @@ def test_sizes_that_are_recorded() -> None:
     assert frame_sizes(Entropy(max_draft=7), 8) == (1, 2, 4, 7)
     assert frame_sizes(Auto(Entropy()), 8) == (0, 1, 2, 4, 8)
     assert frame_sizes(Entropy(), 3) == (1, 2, 3)
+    assert frame_sizes(Auto(Fixed()), 8, (3, 8, 1)) == (0, 1, 3, 8)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +202,7 @@ def test_sizes_that_are_recorded() -> None:
     [
         ({"policy": Bands(Fixed())}, "siblings"),
         ({"policy": Entropy(), "draft_length": 3}, "no draft_length"),
+        ({"policy": Entropy(), "sizes": (0, 2)}, "1 or more"),
     ],
 )
 def test_what_cannot_work_is_refused(

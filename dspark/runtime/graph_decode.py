@@ -22,7 +22,6 @@ from torch import Tensor
 from dspark import ops
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
-from dspark.k3.cache import K3Cache
 from dspark.k3.static.cache import StaticCache
 from dspark.k3.static.decode import StaticDecoder
 from dspark.k3.storage import PrivateStorage
@@ -30,15 +29,16 @@ from dspark.runtime.decode import check_taps
 from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.faults import raise_fault
 from dspark.runtime.graph_frame import Drafting, FrameResult, GraphFrame
+from dspark.runtime.graph_prompts import PromptReader
 from dspark.runtime.graph_replay import Replay
 from dspark.runtime.graph_run import GraphRun
 from dspark.runtime.graph_seats import Chances, GraphSeats
-from dspark.runtime.graph_sizes import frame_sizes, size_rule
+from dspark.runtime.graph_sizes import SMALL, frame_sizes, size_rule
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.lanes import Lanes
 from dspark.runtime.policies.fixed import Fixed
 from dspark.runtime.policies.frontier import Policy
-from dspark.runtime.prefill import TokenCallback, read_prompt
+from dspark.runtime.prefill import TokenCallback
 from dspark.runtime.proposal import check_draft_length
 from dspark.runtime.records import Generation
 from dspark.runtime.requests import Request, Text
@@ -54,9 +54,11 @@ class GraphDecoder:
         seats: Requests that run side by side.
         max_length: Longest text in tokens, prompt included.
         draft_length: Primaries of every frame; None: the drafter's whole block. 0: plain steps.
-        policy: Chooses the size of the next frame instead; see `frame_sizes`.
+        policy: Chooses the size of the next frame instead.
+        sizes: Of frames it may choose from, beside the longest; see `frame_sizes`.
         sampling: Of all requests.
         static: The target's static pass, where several decoders share one; None: a new one.
+        reader: Of prompts, likewise; with the drafter if there is one.
         on_frame: Hears of every frame that is queued; for measurements.
 
     Raises UserError for a pair that cannot work together, or that a frame cannot hold, and for a
@@ -72,8 +74,10 @@ class GraphDecoder:
         max_length: int,
         draft_length: int | None = None,
         policy: Policy | None = None,
+        sizes: Sequence[int] = SMALL,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
         static: StaticDecoder | None = None,
+        reader: PromptReader | None = None,
         on_frame: Callable[[FrameResult], None] | None = None,
     ) -> None:
         if seats < 1 or max_length < 1:
@@ -83,11 +87,12 @@ class GraphDecoder:
             check_taps(target, drafter)
         self.policy = self._policy(drafter, draft_length, policy)
         block = 0 if drafter is None else drafter.config.block_size
-        self.sizes = frame_sizes(self.policy, block)
+        self.sizes = frame_sizes(self.policy, block, sizes)
         """Primaries of the frames, ascending; 0 is a plain step."""
         self.length, self.sampling = self.sizes[-1], sampling
         self.rule = size_rule(self.policy, self.sizes, seats, block)
         self.decoder = StaticDecoder(target.model) if static is None else static
+        self.reader = PromptReader(target, drafter) if reader is None else reader
         self.on_frame = on_frame
         self.frame_s: list[float] = []
         """Seconds of every frame that was read."""
@@ -199,29 +204,16 @@ class GraphDecoder:
 
     def join(self, seat: int, text: Text) -> None:
         """Read a prompt, emit its first token and, unless that ends the text, take the seat."""
-        target, drafter, request = self.target, self.drafter, text.request
-        cache: K3Cache = target.new_cache(1, len(request.prompt_ids))
-        context = None if drafter is None else drafter.new_context(1, len(request.prompt_ids))
-
-        def feed(features: Tensor) -> None:
-            assert drafter is not None
-            assert context is not None
-            drafter.extend(context, features)
-
-        last = read_prompt(
-            target,
-            cache,
-            request.prompt_ids,
-            taps=None if drafter is None else drafter.taps,
-            on_taps=None if drafter is None else feed,
-        )
-        anchor = self._first(last, text)
+        request = text.request
+        prompt = self.reader.read(request.prompt_ids)
+        anchor = self._first(prompt.last, text)
         text.first(int(anchor))
         if text.finished:
             return
-        self.cache.load(seat, cache)
-        if self.drafting is not None and context is not None:
-            self.drafting.context.put(seat, context)
+        self.cache.load(seat, prompt.cache)
+        if self.drafting is not None:
+            assert prompt.context is not None, "a reader without the drafter"
+            self.drafting.context.put(seat, prompt.context)
         self.seats.join(seat, anchor, text.left, text.ends, request.seed, request.index)
 
     def _first(self, last: Tensor, text: Text) -> Tensor:

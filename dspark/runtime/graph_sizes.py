@@ -3,9 +3,9 @@
     sizes       0 (a plain step), 1, 2, 4 primaries, and the whole draft: a graph each
     by wish     the smallest that holds the running mean of wishes (`frame_sizes`), over seats; a
                 wish is what the policy would have verified of a draft, had it been sent whole
-    by rate     argmax over L of  sum_b (1 + S_b1 + ... + S_bL) / T(L),  S_bk the running mean of
-                c_1 c_2 .. c_k in the drafts of seat b, T the step-time curve; 0 is one of the sizes
-                of `auto`
+    by rate     argmax over L of  sum_b (1 + S_b1 + ... + S_bL) / T(L),  T the step-time curve, S_bk
+                the running mean of how often x_1..x_k of seat b are all accepted: half what
+                confidence says, c_1 c_2 .. c_k, half what became of them. 0 is a size of `auto`
 
 `throughput` and what builds on it goes by rate, all else by wish. A frame of any size drafts the
 whole block, so that a small one tells whether a larger one would pay. The letters of frames up to
@@ -36,11 +36,14 @@ from dspark.runtime.requests import Outcome
 SMALL = (1, 2, 4)
 
 
-def frame_sizes(policy: Policy, block: int) -> tuple[int, ...]:
+def frame_sizes(policy: Policy, block: int, small: Sequence[int] = SMALL) -> tuple[int, ...]:
     """Ascending sizes that a policy's frames are recorded in; 0 for one that may not speculate.
 
-    Raises UserError for a policy that a frame cannot serve.
+    Those of `small` below its longest draft, and that. Raises UserError for a policy that a frame
+    cannot serve, and for sizes that are none.
     """
+    if any(size < 1 for size in small):
+        raise UserError(f"sizes {list(small)}: expected primaries of a frame, 1 or more")
     if policy.siblings:
         raise UserError("policy: recorded frames have no rows for siblings; leave out the bands")
     inner = policy.inner if isinstance(policy, Auto) else policy
@@ -48,7 +51,7 @@ def frame_sizes(policy: Policy, block: int) -> tuple[int, ...]:
     if policy.name == "fixed":
         return (most,)
     plain = (0,) if isinstance(policy, Auto) else ()
-    return (*plain, *(size for size in SMALL if size < most), most)
+    return (*plain, *sorted({size for size in small if size < most}), most)
 
 
 class SizeRule(Protocol):
@@ -172,14 +175,29 @@ class ByRate:
 
     def learn(self, said: Mapping[int, Outcome]) -> None:
         for seat, outcome in said.items():
-            seen = list(accumulate(outcome.confidence, mul))
+            seen = _survived(outcome)
             if not seen:
                 continue
             self._survival[seat] = _mixed(self._survival[seat], seen, self._weight)
             self._all = _mixed(self._all, seen, self._slow)
 
     def observe(self, record: RoundRecord) -> None:
-        """Confidence has told enough."""
+        """The letter has told enough."""
+
+
+def _survived(outcome: Outcome) -> list[float]:
+    """By slot, half its chance of being reached and accepted, half whether it was; behind what was
+    sent whole and accepted, confidence alone goes on."""
+    chances: list[float] = list(accumulate(outcome.confidence, mul))
+    happened: list[float] = []
+    for slot, confidence in enumerate(outcome.confidence):
+        if slot < outcome.accepted:
+            happened.append(1.0)
+        elif slot < outcome.length or outcome.accepted < outcome.length:
+            happened.append(0.0)
+        else:
+            happened.append(confidence * (happened[-1] if happened else 1.0))
+    return [(a + b) / 2 for a, b in zip(chances, happened, strict=True)]
 
 
 def _mixed(known: list[float] | None, seen: list[float], weight: float) -> list[float]:

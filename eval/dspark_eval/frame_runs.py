@@ -61,6 +61,7 @@ class Run:
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     frame_s: list[float] = field(default_factory=list)
+    frame_sizes: list[int] = field(default_factory=list)
     joules: float | None = None
 
     def rate(self) -> float:
@@ -85,6 +86,7 @@ def decode(
     """One batch of prompts into ``run``; its time is that of its frames, prompts left out."""
     asked = [Request(p, new, index=first + i) for i, p in enumerate(prompts)]
     decoder.frame_s.clear()
+    decoder.frame_sizes.clear()
     meter = EnergyMeter()
     before = meter.joules()
     found = decoder.generate_many(asked)
@@ -94,6 +96,7 @@ def decode(
     run.seconds.append(found[0].decode_s if alone else sum(decoder.frame_s))
     run.tokens.append(sum(len(g.tokens) - 1 for g in found))
     run.frame_s += decoder.frame_s
+    run.frame_sizes += decoder.frame_sizes
     if before is not None and after is not None:
         run.joules = (run.joules or 0.0) + after - before
 

@@ -1,0 +1,294 @@
+"""`python -m dspark_eval.frame_policies --draft D`: who picks the next recorded frame.
+
+    plain        one-token frames of a cache that folds every row
+    fixed L      frames of one size, the fastest on other prompts
+    throughput   the size that the step times and earlier drafts promise most for
+    auto         the same, a plain step among the sizes
+
+All but the first replay the graphs of one decoder, which times each size on other prompts first.
+Ways take turns on the prompts; a prompt is read once and seated for all of them. At temperature 0
+every text that differs from plain decoding is named with the gap between the two best logits there:
+in bfloat16 passes of one and of nine rows round differently.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dspark import ops
+from dspark.files import atomic_write_json
+from dspark.runtime.cost_model import BatchCosts, CostModel
+from dspark.runtime.graph_decode import GraphDecoder
+from dspark.runtime.graph_prompts import PromptReader
+from dspark.runtime.graph_sizes import SMALL, ByRate, SizeRule
+from dspark.runtime.policies import Auto, Fixed
+from dspark.runtime.records import RoundRecord
+from dspark.runtime.requests import Outcome
+from dspark.runtime.sampling import SamplingParams
+from dspark_eval import metrics
+from dspark_eval.environment import describe_environment
+from dspark_eval.frame_runs import Run, Subject, decode
+from dspark_eval.frame_speed import open_subject
+from dspark_eval.mismatches import NEAR_TIE_STEPS, first_divergence, top2_gap
+from dspark_eval.policies.sets import MIX, prompt_sets
+from dspark_eval.suites import load_suites
+
+PLAIN = "plain"
+PAUSE = 32
+
+
+class Always:
+    """One size, whatever is said."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def join(self, seat: int) -> None:
+        """Nothing depends on the text."""
+
+    def next(self, seats: Sequence[int]) -> int:
+        return self._size
+
+    def learn(self, said: Mapping[int, Outcome]) -> None:
+        """Nothing is learnt."""
+
+    def observe(self, record: RoundRecord) -> None:
+        """Nothing is learnt."""
+
+
+class Ways:
+    """Plain frames, and the sized frames of one decoder under several rules."""
+
+    def __init__(self, subject: Subject, reader: PromptReader, sizes: Sequence[int]) -> None:
+        shared: dict[str, Any] = {
+            "seats": subject.batch, "max_length": subject.max_length,
+            "sampling": subject.sampling, "static": subject.static, "reader": reader,
+        }  # fmt: skip
+        self.plain = GraphDecoder(subject.target, **shared)
+        both = subject.target, subject.drafter
+        self.sized = GraphDecoder(*both, policy=Auto(Fixed()), sizes=sizes, **shared)
+        self.rules: dict[str, SizeRule] = {}
+        self.seconds: dict[int, float] = {}
+        self.rates: dict[str, float] = {}
+
+    def tune(self, prompts: list[list[int]], new: int) -> None:
+        """Time every size, and let the rules see what drafts are like."""
+        seats = self.plain.seats.batch
+        run = Run()
+        for _ in range(2):  # what a device does first, it does slowly
+            run = Run()
+            self._all(PLAIN, prompts, new, run)
+        self.rates[PLAIN] = run.rate()
+        for size in self.sized.sizes:
+            self.rules[f"fixed {size}"] = Always(size)
+            run = Run()
+            self._all(f"fixed {size}", prompts, new, run)
+            self.seconds[size] = float(np.median(run.frame_s))
+            self.rates[f"fixed {size}"] = run.rate()
+        verify = {1 + size: seconds for size, seconds in self.seconds.items()}
+        costs = BatchCosts(seats, self.seconds[0], {1: 0.0}, verify, 0.0)
+        cost = CostModel((costs,), "frames", "frames", 0)
+        sizes = self.sized.sizes
+        self.rules["throughput"] = ByRate(cost, sizes[1:], seats, PAUSE)
+        self.rules["auto"] = ByRate(cost, sizes, seats, PAUSE)
+        for name in ("throughput", "auto"):
+            self._all(name, prompts, new, Run())
+
+    def chosen(self) -> list[str]:
+        """The ways that are measured: with the best fixed size alone."""
+        drafting = [f"fixed {size}" for size in self.sized.sizes if size]
+        best = max(drafting, key=lambda name: self.rates[name])
+        return [PLAIN, best, "throughput", "auto"]
+
+    def run(self, name: str, prompts: Sequence[list[int]], new: int, first: int, run: Run) -> None:
+        """One batch of prompts."""
+        decoder = self.plain
+        if name != PLAIN:
+            decoder = self.sized
+            decoder.rule = self.rules[name]
+        decode(decoder, prompts, new, first, run)
+
+    def _all(self, name: str, prompts: list[list[int]], new: int, run: Run) -> None:
+        seats = self.plain.seats.batch
+        for start in range(0, len(prompts), seats):
+            self.run(name, prompts[start : start + seats], new, start, run)
+
+
+def measure_set(ways: Ways, prompts: list[list[int]], new: int) -> dict[str, Run]:
+    """Every way on every prompt, taking turns."""
+    names, seats = ways.chosen(), ways.plain.seats.batch
+    runs = {name: Run() for name in names}
+    for turn, start in enumerate(range(0, len(prompts), seats)):
+        for step in range(len(names)):
+            name = names[(turn + step) % len(names)]
+            ways.run(name, prompts[start : start + seats], new, start, runs[name])
+    return runs
+
+
+def describe(runs: dict[str, Run], ways: Ways, prompts: list[list[int]]) -> dict[str, Any]:
+    """JSON-ready, each way beside plain frames."""
+    plain, target = runs[PLAIN], ways.plain.target
+    found: dict[str, Any] = {}
+    for name, run in runs.items():
+        rounds = metrics.pool([text.rounds for text in run.texts])
+        both = np.stack([run.tokens, run.seconds, plain.tokens, plain.seconds], axis=1)
+        entry = run.document() | {
+            "speedup": run.rate() / plain.rate(),
+            "speedup_ci95": metrics.bootstrap_ci95(both, _ratio),
+            "sizes": {str(size): n for size, n in sorted(Counter(run.frame_sizes).items())},
+        }
+        if name != PLAIN:
+            entry["accepted_length"] = metrics.accepted_length(rounds)
+            entry["acceptance_rate"] = metrics.acceptance_rate(rounds)
+        if ways.plain.sampling.greedy:
+            entry["divergences"] = divergences(target, prompts, plain, run)
+        found[name] = entry
+    return found
+
+
+def divergences(
+    target: Any, prompts: list[list[int]], plain: Run, other: Run
+) -> list[dict[str, Any]]:
+    """Prompts whose greedy texts differ: where, and the gap between the two best logits there."""
+    found = []
+    for index, (prompt, a, b) in enumerate(zip(prompts, plain.texts, other.texts, strict=True)):
+        at = first_divergence(a.tokens, b.tokens)
+        if at is None:
+            continue
+        gap, largest = top2_gap(target, [*prompt, *a.tokens[:at]])
+        steps = gap / (torch.finfo(target.dtype).eps * largest)
+        entry = {"prompt": index, "position": at, "top2_gap": gap, "rounding_steps": steps}
+        found.append(entry | {"near_tie": steps <= NEAR_TIE_STEPS})
+    return found
+
+
+def _ratio(sums: np.ndarray) -> np.ndarray:
+    return (sums[0] / sums[1]) / (sums[2] / sums[3])
+
+
+def sets(options: argparse.Namespace) -> dict[str, list[Any]]:
+    """Prompt rows by the name of their set."""
+    mixed = {suite.name: suite for suite in prompt_sets(options.n_prompts, options.seed)}
+    found = {}
+    for name in options.suite:
+        if name == MIX:
+            found[name] = list(mixed[MIX].rows)
+            continue
+        for suite in load_suites(name, n_prompts=options.n_prompts, seed=options.seed):
+            found[suite.name] = list(suite.rows)
+    return found
+
+
+@torch.inference_mode()
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything that was asked for, as a document; what time does not allow is left out."""
+    started = time.perf_counter()
+    subject, chat, facts = open_subject(options)
+    ops.forget()
+    reader = PromptReader(subject.target, subject.drafter, remembers=True)
+    found: dict[str, Any] = {
+        "command": "python -m dspark_eval.frame_policies " + " ".join(options.arguments),
+        **facts,
+        "load_s": time.perf_counter() - started,
+        "runs": [],
+        "skipped": [],
+    }
+    rows = sets(options)
+    for batch in options.batches:
+        for temperature in options.temperatures:
+            if time.perf_counter() - started > options.seconds:
+                found["skipped"].append({"batch": batch, "temperature": temperature})
+                continue
+            sampling = SamplingParams(temperature=temperature)
+            asked = Subject(
+                subject.target, subject.drafter, subject.static, sampling, batch, options.max_length
+            )
+            ways = Ways(asked, reader, options.sizes)
+            tuning = load_suites("nano-validation", n_prompts=max(4, batch), seed=1)[0]
+            ways.tune([chat.prompt_ids(row.prompt) for row in tuning.rows], options.new)
+            entry: dict[str, Any] = {
+                "batch": batch, "temperature": temperature,
+                "frame_seconds": {str(size): s for size, s in ways.seconds.items()},
+                "tuning_tokens_per_s": ways.rates, "sets": {},
+            }  # fmt: skip
+            found["runs"].append(entry)
+            for name, some in rows.items():
+                prompts = [chat.prompt_ids(row.prompt) for row in some]
+                runs = measure_set(ways, prompts, options.new)
+                entry["sets"][name] = describe(runs, ways, prompts)
+                print(lines(facts["target"], batch, temperature, name, entry), flush=True)
+            entry["after_s"] = time.perf_counter() - started
+    found["ops"] = ops.ran()
+    found["environment"] = describe_environment(subject.target.device, subject.target.dtype)
+    return found
+
+
+def lines(target: str, batch: int, temperature: float, name: str, entry: dict[str, Any]) -> str:
+    """One set of prompts, a line for each way."""
+    told = []
+    for way, result in entry["sets"][name].items():
+        low, high = result["speedup_ci95"] or (float("nan"),) * 2
+        text = (
+            f"{target}, batch {batch}, T={temperature:g}, {name}: {way:12} "
+            f"{result['tokens_per_s']:8.0f} tok/s {result['speedup']:.2f}x [{low:.2f}, {high:.2f}]"
+            f", frames p50/p99 {result['frame_ms_p50']:.3f}/{result['frame_ms_p99']:.3f} ms"
+        )
+        if result.get("accepted_length") is not None:
+            text += f", accepted length {result['accepted_length']:.2f}, sizes {result['sizes']}"
+        if result["joules_per_token"] is not None:
+            text += f", J/token {result['joules_per_token']:.3f}"
+        for d in result.get("divergences", ()):
+            text += (
+                f"; prompt {d['prompt']} differs at {d['position']}, gap {d['top2_gap']:.4f} "
+                f"= {d['rounding_steps']:.1f} roundings"
+            )
+        told.append(text)
+    return "\n".join(told)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Options of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dspark_eval.frame_policies", description=__doc__
+    )
+    parser.add_argument("--draft", type=Path, required=True, help="folder of a drafter of k3-nano")
+    parser.add_argument("--twin", help="name of a widened twin; without: k3-nano itself")
+    names = ["nano-problems", "nano-instructions", MIX]
+    parser.add_argument("--suite", nargs="+", default=names, help=f"{MIX} is half free writing")
+    parser.add_argument("--n-prompts", type=int, default=20)
+    parser.add_argument("--new", type=int, default=160, help="most new tokens of a prompt")
+    parser.add_argument("--max-length", type=int, default=640, help="of prompt and answer")
+    parser.add_argument("--batch", dest="batches", type=int, nargs="+", default=[1], help="seats")
+    parser.add_argument("--temperature", dest="temperatures", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--sizes", type=int, nargs="*", default=SMALL, help="beside the block's")
+    parser.add_argument("--dtype", default="bfloat16", help="of k3-nano itself")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw of prompts")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many")
+    parser.add_argument("--json", type=Path, help="write everything to this file")
+    options = parser.parse_args(arguments)
+    options.arguments = arguments
+    options.batch, options.temperature = options.batches[0], options.temperatures[0]
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print."""
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    found = measure(options)
+    if options.json is not None:
+        atomic_write_json(options.json, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
