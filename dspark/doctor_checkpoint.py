@@ -18,7 +18,7 @@ from torch import Tensor
 from dspark.doctor_target import TargetReport, examine_target
 from dspark.doctor_tensors import examine_tensors, listed
 from dspark.draft.checkpoint import read_calibration
-from dspark.draft.folder import CONFIG_FILE, read_object
+from dspark.draft.folder import CONFIG_FILE, check_folder, read_object
 from dspark.draft.golden import POSITIONS
 from dspark.draft.golden_check import check_meaning, check_readings
 from dspark.draft.golden_file import GOLDEN_FILE, Golden, digest, read_golden_file, runnable
@@ -63,10 +63,7 @@ def examine_checkpoint(folder: Path, loaded: LoadedTarget | None = None) -> Chec
     Raises:
         UserError: No such folder, or no `config.json` in it. Whatever else is wrong is a finding.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; a drafter folder was expected")
-    if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"{folder}: no {CONFIG_FILE}; a drafter folder was expected")
+    check_folder(folder)
     findings: list[str] = []
     golden = None
     try:

@@ -199,6 +199,9 @@ def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config.json:1"):
         load_drafter(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(UserError, match=r"no config\.json; a drafter folder was expected"):
+        load_drafter(folder)
 
 
 def shard(folder: Path, names: tuple[str, str]) -> None:
@@ -269,6 +272,8 @@ def test_links_may_leave_the_folder_only_into_a_hub_cache(folder: Path, tmp_path
         ({"num_layers": 0}, "num_layers"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
         ({"rms_norm_eps": math.inf}, "rms_norm_eps"),
+        ({"rms_norm_eps": 0.1}, "rms_norm_eps"),
+        ({"rope_theta": 1e13}, "rope_theta"),
         ({"rope_theta": math.inf}, "rope_theta"),
         ({"rope_theta": math.nan}, "rope_theta"),
         ({"target_tap_kind": "mixture"}, "target_tap_kind"),

@@ -207,9 +207,9 @@ def test_a_writer_that_says_something_else_is_caught_before_anything_is_written(
     written = specforge.FORMAT.write
 
     def wrong(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
-        return {**written(config, dtype), "rms_norm_eps": 0.5}
+        return {**written(config, dtype), "rms_norm_eps": 0.005}
 
     monkeypatch.setattr(exporting, "format_named", lambda _: replace(specforge.FORMAT, write=wrong))
-    with pytest.raises(UserError, match=r"rms_norm_eps: .* would become 0\.5; this"):
+    with pytest.raises(UserError, match=r"rms_norm_eps: .* would become 0\.005; this"):
         export_drafter(tmp_path / "ours", tmp_path / "x", layout="sglang")
     assert not (tmp_path / "x").exists()

@@ -325,6 +325,13 @@ def test_each_epoch_sees_every_row_once_in_an_order_of_its_own() -> None:
     assert replace(schedule, max_steps=4).total_steps == 4
 
 
+def test_steps_that_the_epochs_cannot_give_are_said() -> None:
+    schedule = Schedule(rows=10, rows_per_step=4, epochs=3, max_steps=10, seed=5)
+    assert schedule.total_steps == 9
+    assert "not 10: 3 epochs" in schedule.shortfall
+    assert [replace(schedule, max_steps=n).shortfall for n in (None, 4, 9)] == ["", "", ""]
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("micro_rows", [1, 2, 8])
 @pytest.mark.parametrize("count", [1, 2, 5, 8])

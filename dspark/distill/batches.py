@@ -54,6 +54,13 @@ class Schedule:
         total = self.epochs * self.steps_per_epoch
         return total if self.max_steps is None else min(total, self.max_steps)
 
+    @property
+    def shortfall(self) -> str:
+        """In words: that the epochs end before the steps that were asked for; mostly empty."""
+        if self.total_steps >= (self.max_steps or 0):
+            return ""
+        return f" (not {self.max_steps}: {self.epochs} epochs have no more; raise train.epochs)"
+
     def step_rows(self, step: int) -> tuple[int, list[int]]:
         """(epoch, row ids) of optimiser step `step`, counted from 0."""
         epoch, within = divmod(step, self.steps_per_epoch)

@@ -266,7 +266,8 @@ def _plan(trainer: Trainer) -> str:
     supervised = sum(row.supervised for row in rows)
     return (
         f"training on {counted(len(rows), 'row')} with {counted(supervised, 'supervised token')}: "
-        f"{counted(schedule.total_steps, 'step')} of {counted(schedule.rows_per_step, 'row')}, "
+        f"{counted(schedule.total_steps, 'step')}{schedule.shortfall} of "
+        f"{counted(schedule.rows_per_step, 'row')}, "
         f"{parameters / 1e6:.2f} M parameters, {trainer.processes.world} process(es) on "
         f"{trainer.processes.device.type}"
     )

@@ -28,6 +28,7 @@ from dspark.draft.folder import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     TensorFolder,
+    check_folder,
     check_inside,
     read_object,
     write_folder,
@@ -146,8 +147,7 @@ def read_config(folder: Path | str) -> DraftConfig:
     Raises:
         UserError: Missing file, missing or contradictory key, or a value that is not supported.
     """
-    if not Path(folder).is_dir():
-        raise UserError(f"{folder}: no such folder; a drafter folder was expected")
+    check_folder(Path(folder))
     try:
         return config_from_dict(read_object(Path(folder)))
     except ValueError as error:

@@ -9,7 +9,6 @@ Letters: N taps, G block slots (`block_size`), D hidden (the target's own), R ma
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -141,10 +140,13 @@ class DraftConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim: {self.head_dim} is odd, rotary positions need pairs")
-        for name, low in (("rms_norm_eps", 0), ("rope_theta", 1)):
-            if not low < getattr(self, name) < math.inf:
+        # Wide around every published model: what lies outside is a slip, and would only cost
+        # acceptance.
+        for name, low, high in (("rms_norm_eps", 0, 1e-2), ("rope_theta", 1, 1e12)):
+            if not low < getattr(self, name) <= high:
                 raise ValueError(
-                    f"{name}: {getattr(self, name)} given, it must be finite and above {low}"
+                    f"{name}: {getattr(self, name)} given, it must be above {low} and at most "
+                    f"{high:g}"
                 )
 
     def _check_meaning(self) -> None:

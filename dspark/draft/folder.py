@@ -99,6 +99,14 @@ class TensorFolder:
         return found
 
 
+def check_folder(folder: Path) -> None:
+    """Raises UserError unless this is a folder that could hold a drafter."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; a drafter folder was expected")
+    if not (folder / CONFIG_FILE).is_file():
+        raise UserError(f"{folder}: no {CONFIG_FILE}; a drafter folder was expected")
+
+
 def read_object(folder: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
     """A JSON object of the folder. Raises UserError naming the file."""
     path = folder / name

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dspark.draft.checkpoint import TargetCopies, check_vocabulary, read_calibration, read_config
 from dspark.draft.config import DraftConfig
-from dspark.draft.folder import TensorFolder, carried_files, check_inside
+from dspark.draft.folder import TensorFolder, carried_files, check_folder, check_inside
 from dspark.draft.golden_file import GOLDEN_FILE, golden_text
 from dspark.draft.vocabulary import OFFSETS
 from dspark.errors import UserError
@@ -71,8 +71,7 @@ def export_drafter(
     """
     found = format_named(layout)
     require_new(out)
-    if not draft.is_dir():
-        raise UserError(f"{draft}: no such folder; a drafter folder was expected")
+    check_folder(draft)
     config = read_config(draft)
     read_calibration(draft, config)
     stored = TensorFolder(draft)

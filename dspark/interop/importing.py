@@ -19,7 +19,14 @@ from torch import Tensor
 from dspark.draft.checkpoint import TargetCopies, read_calibration
 from dspark.draft.config import DraftConfig
 from dspark.draft.config_file import config_to_dict
-from dspark.draft.folder import CONFIG_FILE, TensorFolder, carried_files, read_object, write_folder
+from dspark.draft.folder import (
+    CONFIG_FILE,
+    TensorFolder,
+    carried_files,
+    check_folder,
+    read_object,
+    write_folder,
+)
 from dspark.draft.golden_file import GOLDEN_FILE, golden_text
 from dspark.errors import UserError
 from dspark.files import json_text
@@ -87,8 +94,7 @@ def import_drafter(
     """
     given = given or Given()
     require_new(out)
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; a drafter folder was expected")
+    check_folder(folder)
     raw, path = read_object(folder), folder / CONFIG_FILE
     try:
         found = format_of(raw, layout)

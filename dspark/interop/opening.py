@@ -17,7 +17,14 @@ from torch import Tensor
 
 from dspark.draft.config import DraftConfig
 from dspark.draft.config_file import config_from_dict
-from dspark.draft.folder import CONFIG_FILE, INDEX_FILE, PICKLES, TensorFolder, read_object
+from dspark.draft.folder import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    PICKLES,
+    TensorFolder,
+    check_folder,
+    read_object,
+)
 from dspark.errors import UserError
 from dspark.interop.formats import format_of
 from dspark.interop.keys import Keys
@@ -81,8 +88,7 @@ def open_drafter(folder: Path, *, assume: bool = False) -> Opened:
     Raises:
         UserError: No such folder, no drafter, or one that is not read here: one line.
     """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; a drafter folder was expected")
+    check_folder(folder)
     raw, path = read_object(folder), folder / CONFIG_FILE
     stored = _stored(folder)
     try:
