@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -24,11 +26,13 @@ from dspark.runtime.plain import DRAWS, generate_batch
 from dspark.runtime.sampling import SamplingParams
 from dspark.taps import TapSet
 from dspark_eval.real_text import schedule
+from dspark_eval.real_text.arms import COMPARED
 from dspark_eval.real_text.prompts import Unseen, refuse_seen, training_prompts
 from dspark_eval.real_text.schedule import Job, Study, jobs
 from dspark_eval.real_text.start import layers_between, start_from_layers
 from dspark_eval.real_text.states import HeldStates
 from dspark_eval.real_text.table import compare
+from dspark_eval.real_text.training import _start_with
 from tests.hf_tiny import ROWS
 from tests.table_target import TableTarget
 
@@ -179,22 +183,28 @@ def test_jobs_wait_for_what_they_need_and_are_skipped_where_it_failed(
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_the_two_that_are_compared_have_a_gpu_to_themselves(gpus: int) -> None:
-    """Whatever may run while one of them trains is on another GPU, or waits for it."""
-    lanes = jobs(gpus, 200.0)
-    every = {job.name: job for lane in lanes for job in lane}
-    before = {
-        job.name: lane[at - 1].name if at else None for lane in lanes for at, job in enumerate(lane)
-    }
+def test_those_that_are_compared_train_beside_each_other_and_nothing_else(gpus: int) -> None:
+    every = {job.name: job for lane in jobs(gpus, 200.0) for job in lane}
 
     def comes_after(name: str, other: str) -> bool:
-        direct = [*every[name].needs, *([before[name]] if before[name] else [])]
-        return other in direct or any(comes_after(each, other) for each in direct)
+        return any(each == other or comes_after(each, other) for each in every[name].needs)
 
-    for arm in ("train-deepspec", "train-best"):
-        for name, job in every.items():
-            beside = name != arm and not comes_after(name, arm) and not comes_after(arm, name)
-            assert not (beside and job.gpu == every[arm].gpu), (name, arm)
+    compared = {f"train-{arm}" for arm in COMPARED}
+    assert len({every[name].gpu for name in compared}) == 1
+    for arm in compared:
+        for name in every:
+            ordered = comes_after(name, arm) or comes_after(arm, name)
+            assert ordered != (name in compared), (name, arm)
+
+
+def test_runs_that_start_together_wait_for_each_other(tmp_path: Path) -> None:
+    _write(tmp_path / "a" / "x", [])
+    started = time.monotonic()
+    later = threading.Timer(0.5, _start_with, (tmp_path / "b", [tmp_path / "a", tmp_path / "b"]))
+    later.start()
+    _start_with(tmp_path / "a", [tmp_path / "a", tmp_path / "b"])
+    assert 0.5 <= time.monotonic() - started < 30
+    later.join()
 
 
 def test_a_batch_row_draws_the_same_alone_past_the_first_numbers() -> None:

@@ -40,17 +40,18 @@ def hidden_matrices(module: nn.Module) -> set[str]:
 
 
 def orthogonalise(matrix: Tensor) -> Tensor:
-    """About the orthogonal factor of the polar decomposition, float32 [rows, columns]."""
+    """About the orthogonal factor of the polar decomposition, float32 [..., rows, columns]."""
     a, b, c = COEFFICIENTS
-    x = matrix.to(torch.bfloat16 if matrix.is_cuda else torch.float32)
-    tall = x.shape[0] > x.shape[1]
+    shape = matrix.shape
+    x = matrix.to(torch.bfloat16 if matrix.is_cuda else torch.float32).reshape(-1, *shape[-2:])
+    tall = shape[-2] > shape[-1]
     if tall:  # the product below is taken on the short side
-        x = x.T
-    x = x / x.norm().clamp_min(1e-7)
+        x = x.mT
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_min(1e-7)
     for _ in range(STEPS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.T if tall else x).float()
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if tall else x).float().reshape(shape)
 
 
 class Muon:
@@ -67,15 +68,21 @@ class Muon:
         mu = settings.muon_momentum
         if settings.muon_lr is not None:
             lr = lr * settings.muon_lr / settings.lr
+        alike: dict[torch.Size, list[tuple[nn.Parameter, Tensor]]] = {}
         for name, parameter in self._named:
             gradient = parameter.grad
             assert gradient is not None, "every parameter that trains has a gradient"
             if name not in self._momentum:
                 self._momentum[name] = torch.zeros_like(parameter)
             momentum = self._momentum[name].lerp_(gradient, 1 - mu)
-            direction = orthogonalise(gradient.lerp(momentum, mu))
-            scale = _LIKE_ADAMW * math.sqrt(max(parameter.shape))
-            parameter.mul_(1 - lr * settings.weight_decay).sub_(direction, alpha=lr * scale)
+            push = gradient.lerp(momentum, mu)
+            alike.setdefault(parameter.shape, []).append((parameter, push))
+        for shape, pairs in alike.items():
+            # matrices of one shape at once: on a GPU their launches are what a small one costs
+            directions = orthogonalise(torch.stack([push for _, push in pairs]))
+            scale = _LIKE_ADAMW * math.sqrt(max(shape))
+            for (parameter, _), direction in zip(pairs, directions.unbind(0), strict=True):
+                parameter.mul_(1 - lr * settings.weight_decay).sub_(direction, alpha=lr * scale)
 
     def state(self) -> dict[str, Tensor]:
         return {f"{name}.momentum": tensor for name, tensor in self._momentum.items()}

@@ -60,8 +60,16 @@ def _train(options: argparse.Namespace) -> None:
     loaded = _target(options)
     rows, held_out = read_rows(options.out, options.prompts)
     config = arm_config(arm, loaded, _overrides(options.set))
-    start = arm.name in FROM_TARGET
-    train_for(loaded, rows, held_out, config, options.seconds, folder, from_target=start)
+    train_for(
+        loaded,
+        rows,
+        held_out,
+        config,
+        options.seconds,
+        folder,
+        from_target=arm.name in FROM_TARGET,
+        beside=[options.out / find_arm(name).name for name in options.beside],
+    )
 
 
 def _measure(options: argparse.Namespace) -> None:
@@ -84,7 +92,7 @@ def _speed(options: argparse.Namespace) -> None:
             _target(options),
             options.out,
             options.prompts,
-            per_set=options.per_set or 2,
+            per_set=options.per_set or 1,
             max_new_tokens=min(options.new_tokens, 96),
         )
 
@@ -147,9 +155,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--arm", default=BEST)
     parser.add_argument("--seconds", type=float, default=200.0, help="of training")
+    parser.add_argument("--beside", nargs="+", default=[], help="train: arms to start with")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--samples", type=int, default=14, help="answers to each public prompt")
-    parser.add_argument("--generated", type=int, default=2000, help="problems of the generator")
+    parser.add_argument("--samples", type=int, default=12, help="answers to each public prompt")
+    parser.add_argument("--generated", type=int, default=1800, help="problems of the generator")
     parser.add_argument("--new-tokens", type=int, default=160, help="longest answer")
     parser.add_argument("--batch", type=int, default=220, help="prompts side by side")
     parser.add_argument("--per-set", type=int, help="prompts of each set; all if left out")

@@ -16,6 +16,8 @@ from dspark_eval.study.arms import DEEPSPEC, Arm
 
 REFERENCE = "deepspec"
 BEST = "best"
+COMPARED = (REFERENCE, BEST, "adamw")
+"""Arms that train side by side, for the same seconds."""
 TOLERANCE = 0.02
 ENDLESS = 1_000_000
 
@@ -67,12 +69,12 @@ ARMS: dict[str, Arm] = {
         Arm(BEST, OURS | WIDE, "Muon, fan-in start, KL for CE, recurrent head, wider layers"),
         Arm("deep", OURS | DEEP, "best with twice the layers, which start as the target's"),
         Arm("kda", OURS | KDA, "best with the KDA backbone"),
-        Arm("muon", OURS, "best at the reference's shape"),
+        Arm("adamw", OURS | WIDE | {"train.optimizer": "adamw"}, "best without Muon"),
         Arm("long", OURS | WIDE, "best, longer"),
         *(Arm(name, OURS | shape, f"best, {name} size") for name, shape in SMALLER.items()),
     )
 }
-MATCHED = (BEST, "kda", "muon", "long")
+MATCHED = (BEST, "kda", "adamw", "long")
 """Arms whose MLP is as wide as it takes to have the reference's parameters."""
 FROM_TARGET = ("deep",)
 """Arms that start from layers of the target."""

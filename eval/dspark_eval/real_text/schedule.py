@@ -1,8 +1,9 @@
 """The whole study on the GPUs there are, within a budget of seconds.
 
-    answer, a share on each GPU
-    reference and best, each alone on its GPU       (one after the other where there is one)
-    further drafters, the best one for longer, measurements beside them
+    answer                several shares at once: one alone waits for the host most of the time
+    compared drafters     side by side on the first GPU, starting together: equal conditions
+    speed                 alone
+    long, smaller ones    beside each other and beside the measurements, spread over the GPUs
 
 Every job is a process of its own and one step of the command; what is done is not repeated, so a
 killed study goes on. A job waits for those that it needs, and is skipped, with a line that says so,
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dspark.errors import UserError
-from dspark_eval.real_text.arms import BEST, REFERENCE
+from dspark_eval.real_text.arms import COMPARED
 from dspark_eval.study.processes import call_module
 
 MODULE = "dspark_eval.real_text"
@@ -27,8 +28,10 @@ LONGEST = 600.0
 OVERHEAD = 40.0
 """Seconds of a training besides its steps: opening the target, its states, compiling, writing."""
 MEASURING = 80.0
+SHARES = 4
+"""Shares of the prompts that a GPU answers at once."""
 VARIANTS, SIZES = ("deep", "kda"), ("middle", "small")
-"""Further drafters, where there is a GPU for them, and smaller ones."""
+"""Further drafters, if the budget has room for them, and smaller ones."""
 Say = Callable[[str], None]
 
 
@@ -50,42 +53,34 @@ class Job:
 
 def jobs(gpus: int, seconds: float) -> list[list[Job]]:
     """Lanes of jobs: those of a lane run one after the other, lanes side by side."""
-    rows = tuple(f"answer-{shard}" for shard in range(gpus))
-    answers = [_answer(shard, gpus) for shard in range(gpus)]
+    answers = [_answer(shard, shard % gpus, SHARES * gpus) for shard in range(SHARES * gpus)]
+    rows = tuple(job.name for job in answers)
+    compared = tuple(f"train-{arm}" for arm in COMPARED)
+    together = ("--beside", *COMPARED)
     last = gpus - 1
-    alone = (f"train-{REFERENCE}", f"train-{BEST}")
-    # with one GPU nothing else may run beside what is compared or timed
-    after = alone[:1] if gpus == 1 else ()
-    timed = ("speed",) if gpus == 1 else alone
-    lanes = [
-        [
-            answers[0],
-            _train(REFERENCE, 0, seconds, rows),
-            Job("speed", 0, ("speed", "--dtype", "bfloat16"), alone, MEASURING),
-            *(_train(arm, 0, seconds) for arm in (VARIANTS if gpus > 1 else SIZES)),
-        ],
-        [*answers[1:], _train(BEST, last, seconds, (*rows, *after)), _long(last, timed)],
-        [
-            _measure(REFERENCE, last, timed),
-            *(_measure(arm, last) for arm in (BEST, *SIZES, VARIANTS[0], "long")),
-            *(_measure(arm, last) for arm in VARIANTS[1:]),
-        ],
+    timed = Job("speed", 0, ("speed", "--dtype", "bfloat16"), compared, MEASURING)
+    after = (timed.name,)
+    measured = (*COMPARED, *SIZES, "long", *VARIANTS)
+    return [
+        *([job] for job in answers),
+        *([_train(arm, 0, seconds, rows, together)] for arm in COMPARED),
+        [timed],
+        [_long(last, after)],
+        *([_train(arm, at % gpus, seconds, after)] for at, arm in enumerate(SIZES)),
+        [_train(arm, 0, seconds, tuple(f"train-{size}" for size in SIZES)) for arm in VARIANTS],
+        [_measure(arm, last, after) for arm in measured],
     ]
-    if gpus > 1:
-        # beside others, but not all on one GPU: each holds the target's states
-        lanes += [[_train(arm, at % gpus, seconds, ("speed",))] for at, arm in enumerate(SIZES)]
-        return lanes
-    trained = {job.name for lane in lanes for job in lane}
-    return [[job for job in lane if trained.issuperset(job.needs)] for lane in lanes]
 
 
-def _answer(shard: int, shards: int) -> Job:
+def _answer(shard: int, gpu: int, shards: int) -> Job:
     arguments = ("answer", "--shard", str(shard), "--shards", str(shards), "--new-tokens", "288")
-    return Job(f"answer-{shard}", shard, (*arguments, "--batch", "2048", "--dtype", "bfloat16"))
+    return Job(f"answer-{shard}", gpu, (*arguments, "--batch", "1408", "--dtype", "bfloat16"))
 
 
-def _train(arm: str, gpu: int, seconds: float, needs: tuple[str, ...] = ()) -> Job:
-    arguments = ("train", "--arm", arm, "--dtype", "bfloat16", "--seconds", f"{seconds:g}")
+def _train(
+    arm: str, gpu: int, seconds: float, needs: tuple[str, ...], more: tuple[str, ...] = ()
+) -> Job:
+    arguments = ("train", "--arm", arm, "--dtype", "bfloat16", "--seconds", f"{seconds:g}", *more)
     return Job(f"train-{arm}", gpu, arguments, needs, seconds + OVERHEAD)
 
 

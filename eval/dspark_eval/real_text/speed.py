@@ -2,9 +2,8 @@
 
 Everything runs in one process on the same model and the same prompts, one after the other, greedy
 unless it says otherwise: `plain` and those named after drafters are dspark's loops; `generate` is
-transformers' own, `prompt_lookup` its assisted generation with n-grams of the text, and
-`early_exit` the same with the model's own first layers as assistant (there is no smaller model of
-this tokenizer). A loop over Python is what is timed, and a small model leaves the GPU idle for most
+transformers' own, `prompt_lookup` its assisted generation with n-grams of the text. (There is no
+smaller model of this tokenizer that could assist.) A loop over Python is what is timed, and a small model leaves the GPU idle for most
 of it: ratios are of this runtime, and no bound on what a serving engine gets.
 """
 
@@ -28,7 +27,7 @@ from dspark.runtime.loading import LoadedTarget
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval.real_text.answers import prompt_ids
-from dspark_eval.real_text.arms import ARMS
+from dspark_eval.real_text.arms import BEST, REFERENCE
 from dspark_eval.real_text.prompts import test_files
 from dspark_eval.real_text.training import TRAINED
 
@@ -42,7 +41,7 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Tokens a second of every way over the first prompts of each set; writes OUT/speed.json.
 
-    Drafters are those that are trained by now.
+    Of the reference and the best drafter, those that are trained by now.
     """
     target = loaded.target
     if not isinstance(target, HFTarget):
@@ -90,8 +89,7 @@ def _ways(loaded: LoadedTarget, out: Path, new: int) -> dict[str, Way]:
         sampling = SamplingParams(temperature)
         return lambda ids: decoder.generate(ids, max_new_tokens=new, sampling=sampling).tokens
 
-    model, layers = target.parts.model, target.num_layers
-    pad = target.end_token_ids[0]
+    model, pad = target.parts.model, target.end_token_ids[0]
 
     def assisted(options: dict[str, Any]) -> Way:
         @torch.inference_mode()
@@ -116,13 +114,12 @@ def _ways(loaded: LoadedTarget, out: Path, new: int) -> dict[str, Way]:
         ),
         **{
             f"{arm}, T = {temperature:g}": drafted(arm, temperature)
-            for arm in ARMS
+            for arm in (REFERENCE, BEST)
             if (out / arm / TRAINED).is_file()
             for temperature in (0.0, 1.0)
         },
         "generate": assisted({}),
         "prompt_lookup": assisted({"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
-        "early_exit": assisted({"assistant_early_exit": layers // 2}),
     }
 
 

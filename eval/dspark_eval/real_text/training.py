@@ -37,7 +37,9 @@ from dspark_eval.real_text.states import HeldStates
 TRIAL, REVISE = 16, 50
 """Steps of the trial, the second half of which count; steps between two estimates."""
 LOG_EVERY = 100
-TRAINED = "trained.json"
+TRAINED, READY = "trained.json", "ready"
+PATIENCE = 120.0
+"""Seconds that a run waits for those beside it."""
 
 
 def train_for(
@@ -49,11 +51,12 @@ def train_for(
     folder: Path,
     *,
     from_target: bool = False,
+    beside: Sequence[Path] = (),
 ) -> dict[str, Any]:
     """Train a drafter of `config` on `rows` for `seconds` and write its folder; returns its record.
 
     `held_out` rows are only looked at, under teacher forcing, when it is done; `from_target`: its
-    layers start as the target's.
+    layers start as the target's; `beside`: folders of runs to start with, at the same moment.
 
     Raises UserError for a configuration that cannot be built, NonFinite where training breaks.
     """
@@ -69,6 +72,7 @@ def train_for(
     trainer = _trainer(drafter, config, loaded, rows, states, max(2, round(seconds / pace)))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    _start_with(folder, beside)
     history, spent = _run(trainer, config, seconds)
     trainer.optimiser.settle()
     seen = _teacher_forced(trainer, config, held_out)
@@ -92,6 +96,17 @@ def train_for(
     save_drafter(folder, drafter.eval(), dtype=torch.float32, golden=False)
     atomic_write_json(folder / TRAINED, record)
     return record
+
+
+def _start_with(folder: Path, beside: Sequence[Path]) -> None:
+    """Wait until the runs beside this one are ready too, or `PATIENCE` is over."""
+    if not beside:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / READY).touch()
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until and not all((other / READY).is_file() for other in beside):
+        time.sleep(0.2)
 
 
 def _fresh(config: DistillConfig, loaded: LoadedTarget) -> DSparkDrafter:
