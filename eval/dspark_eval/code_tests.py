@@ -3,8 +3,8 @@
     program = setup + code of the answer + tests + print(nonce)
 
 The answer's code is its first fenced Python block that defines something, else its first block;
-without a block the whole text, if it defines something. It passes if the process ends with status 0 and prints the nonce, which comes
-after the tests, so that code which leaves early does not pass.
+without a block the whole text, if it defines something. It passes if the process ends with status
+0 and prints the nonce last, which comes after the tests: code that leaves early does not pass.
 
 Limits: wall clock and CPU seconds, address space, size of files, processes, no core dump; an empty
 environment, an empty folder that is removed, no input, a process group that is killed as a whole.

@@ -176,9 +176,12 @@ def judge(found: Evidence, sampling: SamplingParams, *, tests: int) -> dict[str,
             "entries": [asdict(entry) for entry in (*defects, *found.not_best)[:SHOWN]],
         }
     level = ALPHA / tests
-    rank, surprise = rank_test(found.ranks, level), surprise_test(found)
+    rank, surprise = rank_test(found.ranks), surprise_test(found)
     values = [float(test["p"]) for test in (rank, surprise) if test is not None]
     passed = found.impossible == 0 and all(p >= level for p in values)
+    if rank is not None:
+        tv = detectable(len(found.ranks), rank["bins"] - 1, level, POWER)
+        rank = {**rank, "detectable_tv": tv, "power": POWER}
     return {
         "method": "sampling",
         "tokens": found.tokens,
@@ -192,20 +195,14 @@ def judge(found: Evidence, sampling: SamplingParams, *, tests: int) -> dict[str,
     }
 
 
-def rank_test(ranks: Sequence[float], level: float) -> dict[str, Any] | None:
+def rank_test(ranks: Sequence[float]) -> dict[str, Any] | None:
     """Chi-square of U over equal bins; None for too few tokens to fill two of them."""
     bins = min(MOST_BINS, len(ranks) // FEWEST)
     if bins < 2:
         return None
     counts = torch.histc(torch.tensor(ranks, dtype=torch.float64), bins, 0.0, 1.0)
     found = fit(counts, torch.full((bins,), 1 / bins, dtype=torch.float64))
-    return {
-        "p": found.p,
-        "tv": found.distance,
-        "bins": bins,
-        "detectable_tv": detectable(len(ranks), bins - 1, level, POWER),
-        "power": POWER,
-    }
+    return {"p": found.p, "tv": found.distance, "bins": bins}
 
 
 def surprise_test(found: Evidence) -> dict[str, Any] | None:
