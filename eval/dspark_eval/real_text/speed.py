@@ -3,8 +3,9 @@
 Everything runs in one process on the same model and the same prompts, one after the other, greedy
 unless it says otherwise: `plain` and those named after drafters are dspark's loops; `generate` is
 transformers' own, `prompt_lookup` its assisted generation with n-grams of the text. (There is no
-smaller model of this tokenizer that could assist.) A loop over Python is what is timed, and a small model leaves the GPU idle for most
-of it: ratios are of this runtime, and no bound on what a serving engine gets.
+smaller model of this tokenizer that could assist.) A loop over Python is what is timed, and a small
+model leaves the GPU idle for most of it: ratios are of this runtime, and no bound on what a serving
+engine gets.
 """
 
 from __future__ import annotations
