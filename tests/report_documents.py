@@ -126,3 +126,36 @@ FRAMES = {
         }
     },
 }  # fmt: skip
+
+
+def _paired(ratio: float) -> dict[str, Any]:
+    return {"ratio": ratio, "ratio_ci95": [ratio - 0.1, ratio + 0.1]}
+
+
+def _contender(who: str, length: float, speed: float | None) -> dict[str, Any]:
+    return {
+        "name": who, "accepted_length": {"value": length, "ci95": [length - 0.2, length + 0.2]},
+        "acceptance_rate": {"value": 0.5}, "draft_share": {"value": 0.1},
+        "conditional_acceptance": [] if speed is None else [0.9, 0.5],
+        "ratio": None if who == "first" else _paired(0.8),
+        "speedup": None if speed is None else _paired(speed), "greedy_mismatches": 0,
+    }  # fmt: skip
+
+
+COMPARISON = {
+    "kind": "comparison", "schema_version": 1, "target": "nano", "reference": "first",
+    "temperature": 0.0, "max_new_tokens": 16, "draft_length": None, "verification": "token",
+    "seed": 8, "warnings": [f"beware of {EVIL}"], "environment": ENVIRONMENT,
+    "contenders": [
+        {"name": who, "kind": "dspark", "parameters": None} for who in ("first", EVIL, "plain")
+    ],
+    "suites": {
+        EVIL: {
+            "n_prompts": 2, "prompts_sha256": "b",
+            "contenders": [
+                _contender("first", 3.0, 2.0), _contender(EVIL, 2.5, 1.5),
+                _contender("plain", 1.0, None),
+            ],
+        }
+    },
+}  # fmt: skip

@@ -16,9 +16,21 @@ from dspark.files import atomic_write_json, read_json
 from dspark_eval.acceptance import run_eval
 from dspark_eval.bench import run_bench
 from dspark_eval.calibrate import run_calibrate
-from dspark_eval.reporting import find, run_report
+from dspark_eval.reporting import build, find, run_report
+from dspark_eval.reporting.blocks import Notes, Table
+from dspark_eval.reporting.cost import throughput
+from dspark_eval.reporting.sources import find_all
 from dspark_eval.settings import BenchOptions, CalibrateOptions, EvalOptions
 from dspark_eval.study.table import TABLE_FILE, build_table
+from tests.report_documents import (
+    BENCH,
+    COMPARISON,
+    COSTS,
+    ENVIRONMENT,
+    EVAL,
+    FRAMES,
+    RELIABILITY,
+)
 from tests.study_folder import write_study
 from tests.test_study_table import COUNTS
 from tests.tiny_pair import write_pair
@@ -171,9 +183,73 @@ def test_a_folder_with_nothing_known_is_one_line(command: Run, tmp_path: Path) -
 
 
 def test_a_file_of_another_version_is_named(tmp_path: Path) -> None:
-    atomic_write_json(tmp_path / "eval.json", {"suites": {"x": {}}, "draft_length": 3, "seed": 0})
+    atomic_write_json(
+        tmp_path / "eval.json", {"suites": {"x": {}}, "draft_length": 3, "drafter": "d"}
+    )
     with pytest.raises(UserError, match=r"eval\.json: not as this version .*KeyError"):
         run_report([tmp_path], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "document", [BENCH, EVAL, RELIABILITY, COSTS, COMPARISON], ids=lambda d: d.get("kind", "")
+)
+def test_a_newer_schema_is_refused_in_one_line(
+    command: Run, tmp_path: Path, document: dict[str, Any]
+) -> None:
+    atomic_write_json(tmp_path / "x.json", {**document, "schema_version": 2})
+    code, out, err = command(tmp_path, "--out", tmp_path / "out")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "x.json: schema_version 2, this dspark reads up to 1; update dspark" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_report_of_a_newer_dspark_is_refused(command: Run, tmp_path: Path) -> None:
+    report = {"kind": "dspark report", "schema_version": 1, "sources": []}
+    for change, expected in (
+        ({"schema_version": 9}, "schema_version 9"),
+        ({"sources": [{"kind": "dream", "path": "d", "value": {}}]}, "holds a 'dream'"),
+        (
+            {"sources": [{"kind": "bench", "path": "b", "value": {"schema_version": 3}}]},
+            "version 3",
+        ),
+    ):
+        atomic_write_json(tmp_path / "report.json", {**report, **change})
+        code, _, err = command(tmp_path, "--out", tmp_path / "out")
+        assert (code, err.count("\n")) == (2, 1)
+        assert expected in err
+
+
+def test_what_keeps_rows_from_being_compared_is_said(tmp_path: Path) -> None:
+    busy = {**ENVIRONMENT, "load_average_1m": 9.5, "cpu_cores": 2, "device_name": "Other CPU"}
+    extra = {**BENCH["extra"], "prompts_sha256": "else"}
+    atomic_write_json(tmp_path / "a.json", BENCH)
+    atomic_write_json(tmp_path / "b.json", {**BENCH, "environment": busy, "extra": extra})
+    found = find_all([tmp_path])
+    (first, *_, last) = build(found)
+    assert first.title == "Headline"
+    (said,) = (block.lines for block in first.blocks if isinstance(block, Notes))
+    assert "speeds come from different machines" in said[0]
+    assert "Other CPU" in said[0]
+    assert "b.json`: measured on a busy machine (load 9.5 on 2 cores)" in said[1]
+    assert "2 different draws of prompts" in said[2]
+    (origin,) = (block for block in last.blocks if isinstance(block, Table))
+    row = dict(zip(origin.heads, origin.rows[0], strict=True))
+    assert (row["revision"], row["seed"], row["schema"], row["date"]) == (
+        "abc123", "5", "1", "2026-01-02 03:04"
+    )  # fmt: skip
+
+
+def test_throughput_needs_two_sizes_and_keeps_machines_apart() -> None:
+    assert throughput([("bench", BENCH)]) is None
+    section = throughput([("bench", BENCH), ("frames", FRAMES), ("eval", EVAL)])
+    assert section is not None
+    (rates,) = (block for block in section.blocks if isinstance(block, Table))
+    assert [(row[0], row[-1]) for row in rates.rows] == [
+        ("1", "modelled"), ("1", "measured"), ("2", "modelled"), ("4", "modelled"),
+        ("8", "measured"),
+    ]  # fmt: skip
+    other = {**FRAMES, "environment": {**ENVIRONMENT, "device_name": "GPU"}}
+    assert throughput([("bench", BENCH), ("frames", other)]) is None
 
 
 def test_a_place_that_cannot_be_written_is_said(command: Run, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dspark_eval.reporting.confidence import pooled
 from dspark_eval.reporting.page import cell, prose
 from dspark_eval.reporting.svg import clean
 from tests import browser
-from tests.report_documents import BENCH, COSTS, EVAL, EVIL, FRAMES, RELIABILITY
+from tests.report_documents import BENCH, COMPARISON, COSTS, EVAL, EVIL, FRAMES, RELIABILITY
 
 CSS = Path(__file__).parents[1] / "eval/dspark_eval/reporting/page.css"
 VOID = {"meta", "link", "br", "img", "input", "hr", "path", "use", "rect"}
@@ -52,7 +52,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report of one document of each kind, in which every name and text is hostile."""
     folder = tmp_path_factory.mktemp("report")
     documents = {
-        "bench": BENCH, "eval": EVAL, "reliability": RELIABILITY, "costs": COSTS, "frames": FRAMES
+        "bench": BENCH, "eval": EVAL, "reliability": RELIABILITY, "costs": COSTS,
+        "frames": FRAMES, "compare": COMPARISON,
     }  # fmt: skip
     for name, document in documents.items():
         atomic_write_json(folder / "run" / f"{name}.json", document)
@@ -131,6 +132,7 @@ def test_figures_name_their_n_and_their_units(text: str) -> None:
         "milliseconds after the first token", "predicted survival", "observed survival",
         "expected calibration error (%)", "requests at once", "tokens per second, all requests",
         "confidence threshold of a cut", "accepted length to break even",
+        "speed-up against plain decoding",
     ):  # fmt: skip
         assert expected in words
     assert any(word.startswith("n = 2 prompts, Test CPU") for word in words)

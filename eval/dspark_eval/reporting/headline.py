@@ -82,6 +82,11 @@ def _rows(item: Found, errors: Mapping[tuple[str, float], float]) -> Iterator[Se
             if suite.get("texts_equal") is not None:
                 same = f"{suite['texts_equal']} of {suite['n_prompts']} texts"
             yield _row(value, prompts, suite, value["temperature"], same, errors)
+    elif item.kind.name == "comparison":
+        for prompts, suite in value["suites"].items():
+            for entry in suite["contenders"]:
+                if entry["speedup"] is not None:
+                    yield _compared(value, prompts, suite, entry)
 
 
 def _row(
@@ -106,9 +111,23 @@ def _row(
     )  # fmt: skip
 
 
+def _compared(value: Document, prompts: str, suite: Document, entry: Document) -> Sequence[str]:
+    speed, length, n = entry["speedup"], entry["accepted_length"], suite["n_prompts"]
+    wrong = entry["greedy_mismatches"]
+    return (
+        f"{name(entry['name'])}\n{prompts}, T = {value['temperature']:g}",
+        f"{number(speed['ratio'], 2)}x {interval(speed['ratio_ci95'])}",
+        f"{number(length['value'], 2)} {interval(length['ci95'])}",
+        percent(entry["acceptance_rate"]["value"]),
+        str(n),
+        NOT_MEASURED if wrong is None else f"{n - wrong} of {n} texts",
+        NOT_MEASURED,
+    )
+
+
 def _doubts(found: Sequence[Found]) -> Iterator[str]:
     """What keeps two rows of the table from being compared."""
-    timed = [item for item in found if item.kind.name in ("bench", "frames")]
+    timed = [item for item in found if item.kind.name in ("bench", "frames", "comparison")]
     machines = {_machine(environment(item)) for item in timed}
     if len(machines) > 1:
         yield (
@@ -142,7 +161,7 @@ def _draws(found: Sequence[Found]) -> dict[str, set[str]]:
         if item.kind.name == "bench":
             extra = item.value["extra"]
             drawn.setdefault(extra["prompts"], set()).add(extra["prompts_sha256"])
-        elif item.kind.name == "eval":
+        elif item.kind.name in ("eval", "comparison"):
             for prompts, suite in item.value["suites"].items():
                 drawn.setdefault(prompts, set()).add(suite["prompts_sha256"])
     return drawn

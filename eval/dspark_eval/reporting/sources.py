@@ -16,13 +16,14 @@ from typing import Any
 
 from dspark.errors import UserError
 from dspark.runtime.cost_model import is_cost_model
-from dspark_eval.reporting import acceptance, confidence, cost, speed, training
+from dspark_eval.reporting import acceptance, comparison, confidence, cost, speed, training
 from dspark_eval.reporting.blocks import Section
 from dspark_eval.study.runs import STUDY_FILE
 
 EXPECTED = (
     "expected a study, or the JSON of eval, bench, calibrate (reliability.json), distill "
-    "(training.json), a cost model, a pruning curve (curve.json), policies, frames or a report"
+    "(training.json), a cost model, a comparison, a pruning curve (curve.json), policies, frames "
+    "or a report"
 )
 REPORT_KIND = "dspark report"
 
@@ -73,6 +74,10 @@ def _is_history(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and _has("step", "train_s", "loss")(value[-1])
 
 
+def _is_comparison(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("kind") == "comparison" and "suites" in value
+
+
 def _is_report(value: Any) -> bool:
     return isinstance(value, dict) and value.get("kind") == REPORT_KIND
 
@@ -87,7 +92,8 @@ STUDY = Kind(
 KINDS = (
     Kind("bench", _has("speedup", "extra"), speed.bench),
     Kind("frames", _has("plain_frames", "frames", "suites"), speed.frames),
-    Kind("eval", _has("suites", "draft_length", "seed"), acceptance.evaluation),
+    Kind("eval", _has("suites", "draft_length", "drafter"), acceptance.evaluation),
+    Kind("comparison", _is_comparison, comparison.comparison),
     Kind("calibration", _has("settings", "bins", "dataset"), confidence.calibration),
     Kind("policies", _has("sweeps", "stops", "sets"), confidence.policies),
     Kind("cost model", is_cost_model, cost.cost_model),

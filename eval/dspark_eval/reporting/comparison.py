@@ -1,0 +1,102 @@
+"""The section of `dspark eval --compare`: ways to decode side by side, on the same prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dspark.wording import counted
+from dspark_eval.cells import number
+from dspark_eval.compare_table import markdown
+from dspark_eval.plots import BLUE, GREY, MARKERS, SERIES, tidy
+from dspark_eval.reporting.blocks import Block, Picture, Prose, Section, from_markdown, notes
+from dspark_eval.reporting.figures import PANEL, draw_curves, panel
+from dspark_eval.reporting.words import label, machine, name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Entry = Mapping[str, Any]
+
+
+def comparison(source: str, value: Any) -> Section:
+    """A table and pictures for each prompt set."""
+    title = f"Comparison: {len(value['contenders'])} ways for {name(value['target'])}"
+    return Section(title, tuple(_comparison(value)), source)
+
+
+def _comparison(value: Mapping[str, Any]) -> Iterator[Block]:
+    length = value["draft_length"] or "each its own block"
+    yield Prose(
+        f"`{value['target']}`, temperature {value['temperature']:g}, draft length {length}, "
+        f"{value['verification']} verification, at most "
+        f"{counted(value['max_new_tokens'], 'new token')}, seed {value['seed']}, "
+        f"{machine(value['environment'])}. Every contender answers every prompt with the same "
+        f"seed. Ratios are to `{value['reference']}`, speed-ups to plain decoding; 95 % over "
+        "prompts, resampled in pairs."
+    )
+    for index, (suite, found) in enumerate(value["suites"].items(), start=1):
+        caption = f"{suite}, {counted(found['n_prompts'], 'prompt')}"
+        alone = markdown({**value, "suites": {suite: found}, "warnings": []})
+        rows = [line for line in alone.splitlines() if line.startswith("|")]
+        yield from from_markdown(rows, caption)
+        yield from _pictures(index, suite, found, caption)
+    yield from notes(value["warnings"])
+
+
+def _pictures(index: int, suite: str, found: Entry, caption: str) -> Iterator[Picture]:
+    entries = found["contenders"]
+    n = f"{label(suite)}, n = {counted(found['n_prompts'], 'prompt')}"
+    for key, axis in (("accepted_length", "value"), ("speedup", "ratio")):
+        known = [(entry["name"], entry[key]) for entry in entries if entry[key] is not None]
+        rows = [
+            (name(who), estimate[axis], estimate["ci95" if axis == "value" else f"{axis}_ci95"])
+            for who, estimate in known
+        ]
+        what = "accepted length" if key == "accepted_length" else "speed-up against plain decoding"
+        size = (PANEL[0], 1.1 + 0.36 * len(rows))
+        yield Picture(
+            f"compare-{key.replace('_', '-')}-{index}",
+            f"{caption}: {what}; whiskers: 95 % over prompts.",
+            f"{what}: " + "; ".join(f"{who} {number(middle, 2)}" for who, middle, _ in rows),
+            partial(panel, partial(draw_intervals, rows=rows, x=what), title=n, size=size),
+        )
+    curves = {
+        name(entry["name"]): list(enumerate(entry["conditional_acceptance"], start=1))
+        for entry in entries
+        if entry["conditional_acceptance"]
+    }
+    drawn = partial(
+        draw_curves, curves=curves, x="draft position", y="P(accepted | all before accepted)"
+    )
+    yield Picture(
+        f"compare-positions-{index}",
+        f"{caption}: chance that a draft is accepted once all before it were, by its position.",
+        "; ".join(
+            f"{who}: " + " ".join(number(chance, 2) for _, chance in points)
+            for who, points in curves.items()
+        ),
+        partial(panel, drawn, title=n),
+    )
+
+
+def draw_intervals(
+    axes: Axes, rows: Sequence[tuple[str, float | None, Sequence[float] | None]], x: str
+) -> None:
+    """A mark and its interval for each row, the first on top; the first one's value as a line."""
+    for place, (_, middle, bounds) in enumerate(rows):
+        if middle is None:
+            continue
+        if bounds is not None:
+            axes.plot(bounds, [place, place], color=GREY, linewidth=1.4)
+        axes.plot(middle, place, MARKERS[place % len(MARKERS)], color=SERIES[place % len(SERIES)])
+        axes.annotate(f"{middle:.2f}", (middle, place), (0, 6), textcoords="offset points",
+                      ha="center", fontsize=8)  # fmt: skip
+    if rows and rows[0][1] is not None:
+        axes.axvline(rows[0][1], color=BLUE, linewidth=0.8, linestyle="--", alpha=0.6)
+    axes.set_yticks(range(len(rows)), [label(who) for who, *_ in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.7)
+    axes.set_xlabel(x)
+    tidy(axes)
+    axes.grid(axis="x", alpha=0.25)
