@@ -13,7 +13,7 @@ from typing import Any
 from dspark.distill.chat import ChatFormat, TrainingRow
 from dspark.distill.prompts import PromptRow
 from dspark.distill.responses import ResponseSettings, build_rows
-from dspark.distill.rows import prompts_digest, rows_from_jsonl, rows_to_jsonl
+from dspark.distill.rows import RowSet, prompts_digest, rows_from_jsonl, rows_to_jsonl
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, read_json
 from dspark.runtime.loading import LoadedTarget
@@ -55,17 +55,20 @@ def answer(
         batch_size=batch,
     )
     started = time.perf_counter()
-    if shard == 0:
-        kept = build_rows(loaded.target, loaded.tokenizer, chosen.held_out, settings)
-        rows_to_jsonl(out / HELD_OUT, kept, {"prompts": prompts_digest(chosen.held_out)})
-    rows = build_rows(loaded.target, loaded.tokenizer, asked, settings, _progress)
+    kept = chosen.held_out if shard == 0 else ()
+    found = build_rows(loaded.target, loaded.tokenizer, [*kept, *asked], settings, _progress)
     seconds = time.perf_counter() - started
+    places = {(row.file, row.line) for row in kept}
+    aside = RowSet(tuple(r for r in found.rows if (r.file, r.line) in places), {})
+    rows = RowSet(tuple(r for r in found.rows if (r.file, r.line) not in places), found.dropped)
+    if shard == 0:
+        rows_to_jsonl(out / HELD_OUT, aside, {"prompts": prompts_digest(kept)})
     rows_to_jsonl(rows_path(out, shard), rows, {"prompts": prompts_digest(asked)})
     report = {
         "prompts": len(asked),
         "rows": len(rows.rows),
         "answer_tokens": sum(row.supervised for row in rows.rows),
-        "ended": rows.ended,
+        "ended": found.ended,
         "seconds": seconds,
         "near_copies_left_out": chosen.dropped,
         "held_out_prompts": len(chosen.held_out),
