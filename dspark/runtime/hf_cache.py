@@ -113,11 +113,15 @@ class RowCache:
         lengths = self.lengths
         width = max(1, *map(int.__add__, self._lengths, counts))  # attention over nothing is NaN
         masks: dict[Ring, Tensor] = {}
+        places: dict[tuple[Ring, int], Tensor] = {}  # alike for all layers of a kind: found once
         for layer in self._layers:
             layer.grow(width)
             layer.width = width if layer.ring.capacity is None else layer.ring.capacity
-            slots = layer.ring.slot(lengths.unsqueeze(1) + rows.order)
-            layer.at = torch.where(valid, slots, layer.slots)
+            kind = layer.ring, layer.slots
+            if kind not in places:
+                slots = layer.ring.slot(lengths.unsqueeze(1) + rows.order)
+                places[kind] = torch.where(valid, slots, layer.slots)
+            layer.at = places[kind]
             if layer.ring not in masks:
                 allowed = visible(lengths, rows, layer.ring, layer.width)
                 masks[layer.ring] = additive(allowed, self.dtype)
