@@ -56,6 +56,7 @@ def test_wheel_holds_three_packages_and_the_assets(wheel: Path) -> None:
     top = {name.split("/")[0] for name in names}
     assert top == OURS | {f"dspark-{dspark.__version__}.dist-info"}
     assert {f"{package}/py.typed" for package in OURS} <= set(names)
+    assert {f"dspark_eval/reporting/page.{kind}" for kind in ("css", "html.jinja")} <= set(names)
     shipped = {name.removeprefix("dspark/_assets/") for name in names if "/_assets/" in name}
     listed = {entry["path"] for entry in assets.read_json(REPO / "data/manifest.json")["files"]}
     assert listed <= shipped

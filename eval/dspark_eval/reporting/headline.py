@@ -39,7 +39,8 @@ def headline(found: Sequence[Found]) -> Section | None:
             "Accepted length: tokens per round, the target's own included. Speed-up: against plain "
             "decoding of the same target in the same process. Same as plain: greedy texts equal to "
             "plain decoding's, or tokens that the target confirmed when it read them again. "
-            "Brackets: 95 % over prompts."
+            "Calibration error: of the predicted survival, on the set itself where eval measured "
+            "it, else after calibrate's fit. Brackets: 95 % over prompts."
         ),
         table("Everything that was decoded", HEADS, rows),
         *notes(_doubts(found)),
@@ -99,6 +100,8 @@ def _row(
 ) -> Sequence[str]:
     drafter = name(value.get("drafter") or value["target"])
     speedup = figures["speedup"]
+    measured = (figures.get("confidence") or {}).get("average_ece")
+    error = errors.get((drafter, temperature)) if measured is None else measured
     return (
         f"{drafter}\n{prompts}, T = {temperature:g}",
         NOT_MEASURED if speedup is None
@@ -107,7 +110,7 @@ def _row(
         percent(figures.get("acceptance_rate")),
         str(figures["n_prompts"]),
         same,
-        percent(errors.get((drafter, temperature))),
+        percent(error),
     )  # fmt: skip
 
 
