@@ -239,7 +239,7 @@ def _typed(key: str, value: Any) -> Any:
     elif key in FLAGS:
         good, wanted = isinstance(value, bool), "true or false"
     elif key == "rms_norm_eps":
-        good, wanted = isinstance(value, float), "a number"
+        good, wanted = isinstance(value, float), "a fraction such as 1e-05"
     else:
         good, wanted = _is_int(value), "an integer"
     if not good:
