@@ -1,0 +1,204 @@
+"""`dspark eval --compare`: contenders by name, the same prompts, figures in pairs, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dspark import cli, console
+from dspark.draft.checkpoint import load_drafter
+from dspark.errors import UserError
+from dspark.runtime.loading import load_target
+from dspark.runtime.records import Generation, RoundRecord
+from dspark_eval.baselines.dflash import without_head
+from dspark_eval.baselines.eagle import EagleConfig, EagleModel
+from dspark_eval.baselines.folders import save_dflash, save_eagle
+from dspark_eval.baselines.table import Plan, build, markdown
+from dspark_eval.compare import CompareOptions, run_compare, summaries
+from dspark_eval.contenders import Contender
+from dspark_eval.intervals import MIN_PROMPTS
+from tests.tiny_pair import BLOCK_SIZE, TinyPair, write_pair
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def baselines(pair: TinyPair, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Folders of a DFlash drafter and an EAGLE-3 layer that know nothing."""
+    folder = tmp_path_factory.mktemp("baselines")
+    target = load_target(pair.target).target
+    save_dflash(folder / "dflash", without_head(load_drafter(pair.draft, target)), {})
+    torch.manual_seed(0)
+    config = EagleConfig(
+        hidden_size=target.hidden_size,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=48,
+        vocab_size=target.vocab_size,
+        target_layer_ids=(1, 3),
+        target_tap_kind="attn_res_mixture",
+        block_size=BLOCK_SIZE,
+    )
+    save_eagle(folder / "eagle3", EagleModel(config), {})
+    return str(folder / "dflash"), str(folder / "eagle3")
+
+
+def test_every_contender_answers_as_plain_decoding_does(
+    pair: TinyPair, baselines: tuple[str, str], tmp_path: Path
+) -> None:
+    names = (str(pair.draft), "lookup", f"model:{pair.target}", *baselines)
+    options = CompareOptions(
+        names, pair.target, (str(pair.prompts),), max_new_tokens=12, out=tmp_path, quiet=True
+    )
+    document = run_compare(options)
+    assert json.loads(json.dumps(document)) == json.loads((tmp_path / "compare.json").read_text())
+    kinds = [entry["kind"] for entry in document["contenders"]]
+    assert kinds == ["dspark", "lookup", "ar", "dflash", "eagle3", "plain"]
+    rows = {entry["name"]: entry for entry in document["suites"]["prompts"]["contenders"]}
+    assert [row["greedy_mismatches"] for row in rows.values()] == [0] * 6
+    # the target drafting for itself is always right: 4 accepted and a bonus, until the text ends
+    own = rows[f"model:{pair.target}"]
+    assert own["acceptance_rate"]["value"] == 1
+    assert own["ratio"]["ratio"] > 1
+    assert rows["plain"]["accepted_length"]["value"] is None
+    assert rows[names[0]]["ratio"] is None
+    assert f"few prompts (3): below {MIN_PROMPTS}" in " ".join(document["warnings"])
+    text = (tmp_path / "compare.md").read_text()
+    assert all(name in text for name in names)
+
+
+def test_the_same_prompts_and_seeds_give_the_same_answers_twice(pair: TinyPair) -> None:
+    options = CompareOptions(
+        (str(pair.draft), "lookup"),
+        pair.target,
+        (str(pair.prompts),),
+        max_new_tokens=10,
+        temperature=1.0,
+        quiet=True,
+    )
+    one, two = run_compare(options), run_compare(options)
+    for a, b in zip(
+        *(d["suites"]["prompts"]["contenders"] for d in (one, two)),
+        strict=True,
+    ):
+        assert (a["emitted"], a["rounds"]) == (b["emitted"], b["rounds"])
+        assert a["greedy_mismatches"] is None
+
+
+def answer(tokens: list[int], emitted: list[int], seconds: float) -> Generation:
+    rounds = [RoundRecord(7, 7, e - 1, e, 2, 0.25, 0.5, 0.25, (), ()) for e in emitted]
+    return Generation(tokens, "length", 0.0, seconds, rounds)
+
+
+def test_ratios_speed_and_mismatches_by_hand() -> None:
+    options = CompareOptions(("a", "b"), max_new_tokens=8)
+    contenders = [Contender(n, k, None, 7, None) for n, k in
+                  (("a", "dspark"), ("b", "lookup"), ("plain", "plain"))]  # fmt: skip
+    texts = [[1] * 7, [2] * 13]
+    a = [answer(texts[0], [2, 4], 3.0), answer(texts[1], [6, 6], 3.0)]  # 18 tokens, 4 rounds, 6 s
+    b = [answer(texts[0], [2, 2, 2], 6.0), answer([9] * 13, [3, 3, 3, 3], 6.0)]  # 18, 7, 12 s
+    plain = [answer(texts[0], [], 6.0), answer(texts[1], [], 12.0)]  # 18 tokens in 18 s
+    first, second, last = summaries(contenders, [a, b, plain], options)
+    assert first["accepted_length"]["value"] == 18 / 4
+    assert second["ratio"]["ratio"] == pytest.approx((18 / 7) / (18 / 4))
+    assert second["ratio"]["wins"] == 0
+    assert first["speedup"]["ratio"] == pytest.approx(3.0)
+    assert second["speedup"]["ratio"] == pytest.approx(1.5)
+    assert [row["greedy_mismatches"] for row in (first, second, last)] == [0, 1, 0]
+    assert first["draft_share"]["value"] == 0.25
+    assert last["ratio"] is last["speedup"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--compare", "lookup"], "expected two or more; got 1"),
+        (["--compare", "lookup", "lookup"], "each once"),
+        (["--compare", "plain", "lookup"], "expected a drafter first"),
+        (["--compare", "lookup", "nowhere"], "expected plain, lookup, model:NAME or the folder"),
+        (["--compare", "lookup", "plain", "--draft", "x"], "--draft: means something for one"),
+        (["--compare", "lookup", "plain", "--run-code"], "--run-code: means something for one"),
+        (["--compare", "lookup", "plain", "--n-prompts", "0"], "--n-prompts: expected 1 or more"),
+    ],
+)
+def test_wrong_comparisons_are_refused_in_a_line(
+    words: list[str], said: str, pair: TinyPair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = ["--target", str(pair.target), "--suite", str(pair.prompts)]
+    assert console.run(cli.app, ["eval", *words, *suite]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_draft_length_beyond_a_block_is_refused(pair: TinyPair) -> None:
+    options = CompareOptions(
+        ("lookup", str(pair.draft)), pair.target, (str(pair.prompts),), draft_length=BLOCK_SIZE + 1
+    )
+    with pytest.raises(UserError, match=f"drafts at most {BLOCK_SIZE}"):
+        run_compare(options)
+
+
+def test_help_names_the_option() -> None:
+    shown = CliRunner().invoke(cli.app, ["eval", "--help"], env={"COLUMNS": "200"}).output
+    assert "--compare" in shown
+
+
+# ------------------------------------------------------------------ the table of arms and seeds
+
+
+def write_measured(out: Path, arm: str, seed: int, emitted: list[int], rounds: list[int]) -> None:
+    result = {
+        "suite": "nano-problems",
+        "temperature": 0.0,
+        "accepted_length": sum(emitted) / sum(rounds),
+        "acceptance_rate": 0.5,
+        "conditional_acceptance": [0.5],
+        "emitted": emitted,
+        "rounds": rounds,
+    }
+    document = {"parameters": 10, "passes": "1", "results": [result]}
+    path = out / arm / f"seed-{seed}.measure.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(document))
+
+
+def test_the_table_pools_seeds_by_prompt(tmp_path: Path) -> None:
+    plan = Plan(out=tmp_path, seeds=2, device="cpu")
+    for seed, more in ((0, 0), (1, 6)):
+        write_measured(tmp_path, "dspark", seed, [30, 60 + more], [10, 20])
+        write_measured(tmp_path, "dflash", seed, [30, 60], [15, 30])
+    write_measured(tmp_path, "lookup", 0, [30, 60], [30, 60])
+    document = build(plan)
+    (setting,) = document["results"]
+    arms = setting["arms"]
+    assert arms["dspark"]["accepted_length_per_seed"] == [3.0, 96 / 30]
+    over = arms["dflash"]["dspark_over"]
+    assert over["ratio"] == pytest.approx((186 / 60) / 2)  # 30 + 60 + 30 + 66 tokens
+    # a resampled prompt brings both seeds: prompt 1 has 60 / 20, prompt 2 126 / 40
+    assert over["ratio_ci95"] == pytest.approx((3.0 / 2, 3.15 / 2))
+    assert "yes" in markdown(document)
+    assert "not shown" not in markdown(document)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"arms": ("medusa",)}, "--arm medusa: expected one of dspark, dflash, eagle3, ar, lookup"),
+        ({"steps": 0}, "--steps 0: expected 1 or more"),
+        ({"prompts": 1}, "--prompts 1: expected 2 or more"),
+        ({"draft_length": 8}, "--draft-length 8: expected at most 7"),
+        ({"overrides": {"train.seed": 1}}, "--set train.seed: the table decides it"),
+    ],
+)
+def test_wrong_tables_are_refused(change: dict, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        Plan(out=tmp_path, **change)
