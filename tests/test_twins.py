@@ -50,6 +50,9 @@ def test_drafters_read_a_twentieth_of_their_target(nano) -> None:
         least = DRAFT_SHARE * pass_bytes(twin_config(name, nano), 1, 0, torch.bfloat16).total
         found = _draft_bytes(wide_draft_config(config, draft_shape(config, least)))
         assert least <= found < 1.5 * least + 1e8, name
+    broad = replace(config, num_attention_heads=12, num_key_value_heads=12, intermediate_size=640)
+    held = draft_shape(broad, 0)
+    assert (held.heads, held.intermediate) == (16, 1024), "the next step that holds the drafter"
 
 
 def test_an_unknown_twin_is_refused(nano) -> None:

@@ -89,8 +89,10 @@ def load_twin(
 
 
 def draft_shape(config: DraftConfig, least: float) -> WideDraft:
-    """The narrowest wide drafter, in steps of 8 heads and 512 MLP channels, that reads so much."""
-    heads, inner = 8, 512
+    """The narrowest wide drafter, in steps of 8 heads and 512 MLP channels, that reads so much and
+    holds the drafter itself."""
+    heads = 8 * -(-config.num_attention_heads // 8)
+    inner = 512 * -(-config.intermediate_size // 512)
     while True:
         shape = WideDraft(HIDDEN, heads, 4 * config.head_dim, 128, inner)
         if _draft_bytes(wide_draft_config(config, shape)) >= least:
