@@ -216,12 +216,13 @@ def decode_all(
     answers: list[list[Generation]] = [[] for _ in ways]
     with progress(f"compare {suite}", len(prompts), options.quiet) as advance:
         for index, prompt in enumerate(prompts):
-            for turn in range(len(ways)):
-                at = (index + turn) % len(ways)
+            order = [(index + turn) % len(ways) for turn in range(len(ways))]
+            for at in order:
                 answers[at].append(ways[at](prompt, options.seed + index))
-                if loaded.contenders[at].kind != PLAIN:
-                    metrics.check_generation(answers[at][-1])
             advance()
+    for contender, own in zip(loaded.contenders, answers, strict=True):
+        for answer in own if contender.kind != PLAIN else ():
+            metrics.check_generation(answer)
     return answers
 
 
