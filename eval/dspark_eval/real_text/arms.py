@@ -50,6 +50,7 @@ OURS: dict[str, Any] = {
 }
 WIDE = {"drafter.markov_rank": 64}
 """A smaller table of previous tokens; the layers get its parameters."""
+PLAIN = {"train.optimizer": "adamw", "drafter.head": "vanilla"}
 DEEP = {"drafter.num_layers": 10, "drafter.markov_rank": 72}
 """Twice the layers in the parameters of a large table; each has the shape of the target's."""
 KDA = WIDE | {"drafter.backbone": "kda", "drafter.kda_order": "1"}
@@ -69,7 +70,7 @@ ARMS: dict[str, Arm] = {
         Arm(BEST, OURS | WIDE, "Muon, fan-in start, KL for CE, recurrent head, wider layers"),
         Arm("deep", OURS | DEEP, "best with twice the layers, which start as the target's"),
         Arm("kda", OURS | KDA, "best with the KDA backbone"),
-        Arm("adamw", OURS | WIDE | {"train.optimizer": "adamw"}, "best without Muon"),
+        Arm("adamw", OURS | WIDE | PLAIN, "best without Muon and the recurrent head"),
         Arm("long", OURS | WIDE, "best, longer"),
         *(Arm(name, OURS | shape, f"best, {name} size") for name, shape in SMALLER.items()),
     )
