@@ -65,7 +65,7 @@ def save_ar(
 ) -> None:
     """Write a small causal LM with the tokenizer of the target it drafts for."""
     with atomic_folder(folder) as fresh:
-        model.to("cpu", torch.float32).save_pretrained(fresh, safe_serialization=True)
+        model.to("cpu", torch.float32).save_pretrained(fresh)
         loaded.tokenizer.save_pretrained(fresh)
         atomic_write_json(fresh / BASELINE_FILE, {"kind": "ar", **facts})
 
