@@ -16,7 +16,7 @@ from dspark.draft.calibration import NOT_CALIBRATED
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, prepare_folder
 from dspark.runtime.sampling import SamplingParams
-from dspark_eval import metrics, step_times
+from dspark_eval import metrics
 from dspark_eval.confidence import confidence_report as confidence_report
 from dspark_eval.costs import Costs, find_costs
 from dspark_eval.document import SCHEMA_VERSION
@@ -101,14 +101,14 @@ def eval_pair(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> dict
 
 
 def _costs(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> Costs | None:
-    """Step times: measured now, those the policy reads, or what lies beside the drafter."""
+    """Step times: measured now for one request, those the policy reads, or what lies beside the
+    drafter (`dspark bench --profile` measures batches too: goodput needs them)."""
     return find_costs(
         pair,
         pair.prompt_ids(suites[0]),
         draft=options.draft,
         cost_model=options.cost_model,
         profile=options.profile,
-        batches=step_times.BATCHES,
         quiet=options.quiet,
     )
 
