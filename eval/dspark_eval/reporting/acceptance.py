@@ -112,7 +112,8 @@ def _thresholds(suites: Suites, setting: str) -> Iterator[Picture]:
             for name, points in found.items()
         }
         if curves:
-            drawn = partial(draw_curves, curves=curves, x="confidence threshold of a cut", y=what)
+            axis, share = "confidence threshold of a cut", key == "acceptance_rate"
+            drawn = partial(draw_curves, curves=curves, x=axis, y=what, share=share)
             yield Picture(
                 f"threshold-{key.split('_')[0]}",
                 f"Threshold sweep: {what} of the same rounds, cut at the first draft whose "

@@ -49,10 +49,11 @@ def _pictures(index: int, suite: str, found: Entry, caption: str) -> Iterator[Pi
     entries = found["contenders"]
     n = f"{label(suite)}, n = {counted(found['n_prompts'], 'prompt')}"
     for key, axis in (("accepted_length", "value"), ("speedup", "ratio")):
-        known = [(entry["name"], entry[key]) for entry in entries if entry[key] is not None]
+        bounds = "ci95" if axis == "value" else f"{axis}_ci95"
         rows = [
-            (name(who), estimate[axis], estimate["ci95" if axis == "value" else f"{axis}_ci95"])
-            for who, estimate in known
+            (name(entry["name"]), entry[key][axis], entry[key][bounds])
+            for entry in entries
+            if entry[key] is not None and entry[key][axis] is not None
         ]
         what = "accepted length" if key == "accepted_length" else "speed-up against plain decoding"
         size = (PANEL[0], 1.1 + 0.36 * len(rows))
@@ -68,7 +69,11 @@ def _pictures(index: int, suite: str, found: Entry, caption: str) -> Iterator[Pi
         if entry["conditional_acceptance"]
     }
     drawn = partial(
-        draw_curves, curves=curves, x="draft position", y="P(accepted | all before accepted)"
+        draw_curves,
+        curves=curves,
+        x="draft position",
+        y="P(accepted | all before accepted)",
+        share=True,
     )
     yield Picture(
         f"compare-positions-{index}",
@@ -82,18 +87,16 @@ def _pictures(index: int, suite: str, found: Entry, caption: str) -> Iterator[Pi
 
 
 def draw_intervals(
-    axes: Axes, rows: Sequence[tuple[str, float | None, Sequence[float] | None]], x: str
+    axes: Axes, rows: Sequence[tuple[str, float, Sequence[float] | None]], x: str
 ) -> None:
     """A mark and its interval for each row, the first on top; the first one's value as a line."""
     for place, (_, middle, bounds) in enumerate(rows):
-        if middle is None:
-            continue
         if bounds is not None:
             axes.plot(bounds, [place, place], color=GREY, linewidth=1.4)
         axes.plot(middle, place, MARKERS[place % len(MARKERS)], color=SERIES[place % len(SERIES)])
         axes.annotate(f"{middle:.2f}", (middle, place), (0, 6), textcoords="offset points",
                       ha="center", fontsize=8)  # fmt: skip
-    if rows and rows[0][1] is not None:
+    if rows:
         axes.axvline(rows[0][1], color=BLUE, linewidth=0.8, linestyle="--", alpha=0.6)
     axes.set_yticks(range(len(rows)), [label(who) for who, *_ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.7)

@@ -140,9 +140,15 @@ def plot_timeline(
 
 
 def draw_curves(
-    axes: Axes, curves: Mapping[str, Sequence[tuple[float, float | None]]], *, x: str, y: str
+    axes: Axes,
+    curves: Mapping[str, Sequence[tuple[float, float | None]]],
+    *,
+    x: str,
+    y: str,
+    share: bool = False,
 ) -> None:
-    """One line for each curve of (x, y) points; points without a value are left out."""
+    """One line for each curve of (x, y) points; points without a value are left out. `share`: of
+    values between 0 and 1, all of which are shown."""
     for index, (label, points) in enumerate(curves.items()):
         known = [(at, value) for at, value in points if value is not None]
         if not known:
@@ -158,6 +164,8 @@ def draw_curves(
         )
     axes.set_xlabel(x)
     axes.set_ylabel(y)
+    if share:
+        axes.set_ylim(0, 1.02)
     if len(curves) > 1:
         axes.legend(frameon=False, fontsize=8)
     tidy(axes)

@@ -55,7 +55,9 @@ def subject(found: Sequence[Found]) -> str:
     for item in found:
         facts = environment(item)
         value = item.value if isinstance(item.value, Mapping) else {}
-        drafters |= dict.fromkeys([name(value["drafter"])] if value.get("drafter") else ())
+        named = [entry["name"] for entry in value.get("contenders", ())]
+        named += [value["drafter"]] if value.get("drafter") else []
+        drafters |= dict.fromkeys(map(name, named))
         targets |= dict.fromkeys([name(value["target"])] if value.get("target") else ())
         if facts:
             machines[str(facts["device_name"])] = None

@@ -58,8 +58,9 @@ def write(sections: Sequence[Section], subject: str, made_by: Mapping[str, str |
 
 
 def prose(text: str) -> Markup:
-    """Escaped text in which backticks mark code."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+    """Escaped text in which backticks mark code; a number stays beside its percent sign."""
+    marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text)))
+    return Markup(re.sub(r"(\d) %", r"\1&nbsp;%", marked))
 
 
 def cell(text: str) -> Markup:
