@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,22 @@ def test_the_preset_starts_from_the_target(trained: Path) -> None:
     config = read_config(trained)
     assert config.hidden_act == "situ"
     assert load_drafter(trained, load_target(run.target.name).target).config == config
+
+
+def test_a_drafter_of_another_tokenizer_is_refused_before_any_work(
+    trained: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(trained, other)
+    path = other / "tokenizer.json"
+    state = json.loads(path.read_text(encoding="utf-8"))
+    vocab = state["model"]["vocab"]
+    first, second = (token for token, i in vocab.items() if i in (300, 310))
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    path.write_text(json.dumps(state), encoding="utf-8")
+    with pytest.raises(UserError, match="token id 300 is "):
+        run_prune(options(other, tmp_path / "out"), console=silent())
+    assert not (tmp_path / "out").exists()
 
 
 def test_from_a_trained_drafter_to_a_recovered_one(trained: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from dspark.distill.batches import make_batch
 from dspark.distill.budget import Budget, Pricing, check_reachable, fit
 from dspark.distill.config import load_config
 from dspark.distill.effects import Bench, as_document, price, scores
+from dspark.distill.fingerprint import check_stored_tokenizer
 from dspark.distill.lock import locked
 from dspark.distill.processes import Processes
 from dspark.distill.prompts import read_prompts
@@ -113,6 +114,7 @@ class _Pruning:
             device=self.processes.device,
         )
         self.drafter = load_drafter(options.draft, self.loaded.target, device=self.processes.device)
+        check_stored_tokenizer(options.draft, self.loaded.tokenizer)
         self.rows = self._rows()
         self.source: FeatureSource = KeptFeatures(
             self.loaded.target, self.drafter.taps, int(self.config.train.keep_gib * 2**30)
