@@ -122,7 +122,7 @@ def _check_size(plan: CachePlan, max_gib: float, console: Console) -> None:
     if size > max_gib * 2**30:
         raise UserError(
             f"{plan.folder}: the target states of {counted(plan.tokens, 'token')} take "
-            f"{size / 2**30:.2f} GiB "
+            f"{size / 2**30:.3g} GiB "
             f"as {plan.codec.stored}, more than cache.max_gib, {max_gib:g}; raise it, use a "
             "smaller cache.dtype or fewer rows, or cache.mode online"
         )
