@@ -1,6 +1,6 @@
 """From the states that enter chunks to the states at positions inside them, and back.
 
-A position p stands r = p mod 64 rows into a chunk whose entering state S and updates U are known:
+A position p stands r = p mod 32 rows into a chunk whose entering state S and updates U are known:
 
     S_p = diag(exp G_r) S + sum_(j < r) (k_j exp(G_r - G_j)) U_j^T
 

@@ -2,14 +2,14 @@
 
 One program per sequence, head and tile of values keeps the state in registers, transposed, [V, K]:
 then it and the updates are left factors, which the matrix units take from registers, and only what
-comes from memory is staged. `kda_within_triton` has made w, u, Qd, Ke, P and exp(G_64) of every
+comes from memory is staged. `kda_within_triton` has made w, u, Qd, Ke, P and exp(G_32) of every
 chunk; with the entering state S
 
-    U = u - w S ;  O = Qd S + P U ;  S' = exp(G_64) S + Ke^T U
+    U = u - w S ;  O = Qd S + P U ;  S' = exp(G_32) S + Ke^T U
 
 and backward, from the gradients dO and dS':
 
-    dU = P^T dO + Ke dS' ;  dS = exp(G_64) dS' + Qd^T dO - w^T dU
+    dU = P^T dO + Ke dS' ;  dS = exp(G_32) dS' + Qd^T dO - w^T dU
 
 States and updates of all chunks are kept where someone asks for them: gradients, states at
 positions.

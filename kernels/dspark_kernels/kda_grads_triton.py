@@ -10,11 +10,11 @@ back and Z = beta (V - Kd S), U = M Z:
 
     dq_r  = sum_j dP k_j D + dQd exp(G_r)
     dk_r  = beta_r sum_j dA k_j D + dKd exp(G_r)                          as a row
-          + sum_r D (dP q_r + dA beta_r k_r) + dKe exp(G_64 - G)          as a column
+          + sum_r D (dP q_r + dA beta_r k_r) + dKe exp(G_32 - G)          as a column
     dbeta = sum_v dZ V - sum_d Kd (dZ S^T) + sum_j dA A / beta
 
 An exponent is a sum of g, so its gradient, row times dq and dk, goes to every g in that sum, by the
-transposed 0 / 1 matrix: again only sums, no differences. exp(G_64) brings sum_v S dS' to all g.
+transposed 0 / 1 matrix: again only sums, no differences. exp(G_32) brings sum_v S dS' to all g.
 A row's own pair, j = r, has no decay.
 """
 

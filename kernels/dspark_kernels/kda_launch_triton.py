@@ -4,7 +4,7 @@
 state over the chunks), `carry_back` and `gradients`, their reverse. Each makes its outputs and
 launches one or two kernels; none waits for the device.
 
-Letters: B batch, T rows, H heads, K key width, V value width, C = 64 rows of a chunk, N chunks of
+Letters: B batch, T rows, H heads, K key width, V value width, C = 32 rows of a chunk, N chunks of
 all sequences together, S sequences.
 """
 
@@ -107,7 +107,7 @@ def launch_of(step: str, how: Arithmetic, K: int, V: int) -> Launch:
 
 
 def at_most(tile: int, width: int) -> int:
-    """A tile no wider than need be, nor narrower than what compiled kernels multiply right."""
+    """A tile no wider than need be, nor narrower than what matrix units take."""
     return max(NARROWEST, min(tile, triton.next_power_of_2(width)))
 
 

@@ -1,30 +1,34 @@
-"""What a chunk of 64 rows of KDA does by itself, before the state is known: one program per chunk.
+"""What a chunk of 32 rows of KDA does by itself, before the state is known: one program per chunk.
 
-With G the sum of g from the chunk's first row, Kd = K exp(G), Ke = K exp(G_64 - G), Qd = Q exp(G):
+With G the sum of g from the chunk's first row, Kd = K exp(G), Ke = K exp(G_32 - G), Qd = Q exp(G):
 
     A[r,j] = beta_r sum_d k_r k_j exp(G_r - G_j)  (j < r) ;  M = (I + A)^-1
     w = M beta Kd ;  u = M beta V ;  P[r,j] = sum_d q_r k_j exp(G_r - G_j)  (j <= r)
 
-which leaves U = u - w S, O = Qd S + P U and S' = exp(G_64) S + Ke^T U to the pass over the chunks.
+which leaves U = u - w S, O = Qd S + P U and S' = exp(G_32) S + Ke^T U to the pass over the chunks.
 
-**Decay between rows, for any g.** A pair (r, j) is met at the level `half` = 32, 16, .. at which r
+**Decay between rows, for any g.** A pair (r, j) is met at the level `half` = 16, 8, .. at which r
 lies in the right and j in the left half of one block of 2 half rows. With m the block's middle,
 
     exp(G_r - G_j) = exp(g_m + .. + g_r) exp(g_(j+1) + .. + g_(m-1))
 
 and both exponents are sums of numbers <= 0: no factor can overflow, and no digits are lost to
-differences. One product of [64, K] by [K, 64] per level, masked to the level's pairs. Where the
-gate promises 16 |g| <= 80, levels 32 and 16 are followed by one product for the blocks of 16 rows,
-factored at their middle, with exponents within +-40; otherwise by levels 8, 4, 2 and 1. The row
+differences. One product of [32, K] by [K, 32] per level, masked to the level's pairs. Where the
+gate promises 16 |g| <= 80, level 16 is followed by one product for the blocks of 16 rows, factored
+at their middle, with exponents within +-40; otherwise by levels 8, 4, 2 and 1. The row
 itself, j = r, has no decay. The sums of g are products too, of 0 / 1 matrices with g in bfloat16
 parts, which are exact.
 
 (I + A)^-1 grows by the same levels: with X the inverse of the blocks of `half` rows, that of the
 blocks of 2 half rows is X - X A_level X, so that only true inverses are ever formed.
 
-Everything that leaves the kernel lies by chunk and head, [chunks, H, 64, *].
+Everything that leaves the kernel lies by chunk and head, [chunks, H, 32, *].
 
-Letters: C = 64 rows of a chunk, H heads, K key width, V value width, BK and BV columns of a tile.
+**No product has 64 rows.** On Hopper Triton would make it one of a warp group that reads its left
+factor from registers, which ptxas before CUDA 13.3 may reuse too early (triton-lang/triton pull
+request 11781): with chunks of 64 rows float32 gave NaN, and gradients were wrong.
+
+Letters: C = 32 rows of a chunk, H heads, K key width, V value width, BK and BV columns of a tile.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -38,6 +42,7 @@ import triton.language as tl
 @triton.jit
 def dot(a, b, PRECISION: tl.constexpr):
     """a @ b with float32 sums; the factors as bfloat16, or in the parts that PRECISION names."""
+    tl.static_assert(a.shape[0] < 64, "a product of 64 rows is one of a warp group")
     if PRECISION == "bf16":
         product = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
     else:
@@ -49,6 +54,7 @@ def dot(a, b, PRECISION: tl.constexpr):
 def add_up(which, g, PARTS: tl.constexpr):
     """which @ g for a 0 / 1 matrix; g in PARTS bfloat16 numbers of 8 bits each."""
     ones, part = tl.where(which, 1.0, 0.0).to(tl.bfloat16), g.to(tl.bfloat16)
+    tl.static_assert(which.shape[0] < 64, "a product of 64 rows is one of a warp group")
     total = tl.dot(ones, part)
     for _ in tl.static_range(PARTS - 1):
         g -= part.to(tl.float32)
