@@ -17,6 +17,7 @@ from dspark_eval.acceptance import run_eval
 from dspark_eval.bench import run_bench
 from dspark_eval.calibrate import run_calibrate
 from dspark_eval.reporting import build, find, run_report
+from dspark_eval.reporting.acceptance import verdict
 from dspark_eval.reporting.blocks import Notes, Table
 from dspark_eval.reporting.cost import throughput
 from dspark_eval.reporting.sources import find_all
@@ -237,6 +238,12 @@ def test_what_keeps_rows_from_being_compared_is_said(tmp_path: Path) -> None:
     assert (row["revision"], row["seed"], row["schema"], row["date"]) == (
         "abc123", "5", "1", "2026-01-02 03:04"
     )  # fmt: skip
+
+
+def test_a_failed_check_is_said_loudly() -> None:
+    assert verdict({"passed": True, "tokens": 7}) == "passed\n7 tokens"
+    assert verdict({"passed": False, "tokens": 7}) == "FAILED\n7 tokens"
+    assert verdict({"passed": None, "tokens": 7}) == verdict(None) == "-"
 
 
 def test_throughput_needs_two_sizes_and_keeps_machines_apart() -> None:

@@ -91,7 +91,7 @@ def verdict(lossless: Mapping[str, Any] | None) -> str:
     """What the target says of the texts when it reads them again (`dspark_eval.fidelity`)."""
     if lossless is None or lossless["passed"] is None:
         return NOT_MEASURED
-    return f"{'passed' if lossless['passed'] else 'FAILED'}, {lossless['tokens']} tokens"
+    return f"{'passed' if lossless['passed'] else 'FAILED'}\n{lossless['tokens']} tokens"
 
 
 def _padded(values: Sequence[float | None], size: int) -> list[float | None]:

@@ -20,6 +20,7 @@ HEADS = (
     "drafter, prompt set, temperature T", "speed-up", "accepted length", "accepted drafts",
     "prompts", "same as plain", "calibration error",
 )  # fmt: skip
+TIMED = ("bench", "frames", "comparison", "eval")
 Document = Mapping[str, Any]
 
 
@@ -132,15 +133,15 @@ def _compared(value: Document, prompts: str, suite: Document, entry: Document) -
 
 def _doubts(found: Sequence[Found]) -> Iterator[str]:
     """What keeps two rows of the table from being compared."""
-    timed = [item for item in found if item.kind.name in ("bench", "frames", "comparison")]
+    timed = [item for item in found if item.kind.name in TIMED and item.kind.name != "eval"]
     machines = {_machine(environment(item)) for item in timed}
     if len(machines) > 1:
         yield (
             "speeds come from different machines or settings: compare speed-ups and accepted "
             f"lengths, not seconds ({'; '.join(sorted(machines))})"
         )
-    for item in timed:
-        facts = environment(item)
+    for item in found:
+        facts = environment(item) if item.kind.name in TIMED else {}
         load, cores = facts.get("load_average_1m"), facts.get("cpu_cores")
         if load and cores and load > cores:
             yield (
