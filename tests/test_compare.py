@@ -14,6 +14,7 @@ from dspark.draft.checkpoint import load_drafter
 from dspark.errors import UserError
 from dspark.runtime.loading import load_target
 from dspark.runtime.records import Generation, RoundRecord
+from dspark_eval.baselines import table
 from dspark_eval.baselines.dflash import without_head
 from dspark_eval.baselines.eagle import EagleConfig, EagleModel
 from dspark_eval.baselines.folders import save_dflash, save_eagle
@@ -187,6 +188,45 @@ def test_the_table_pools_seeds_by_prompt(tmp_path: Path) -> None:
     assert over["ratio_ci95"] == pytest.approx((3.0 / 2, 3.15 / 2))
     assert "yes" in markdown(document)
     assert "not shown" not in markdown(document)
+
+
+def test_a_table_runs_what_is_missing_and_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[list[str]] = []
+
+    def call(arguments: list[str], log: Path, gpu: str | None = None) -> None:
+        called.append(list(arguments))
+        if arguments[0] == "dspark":
+            folder = Path(arguments[-1]).parent
+            (folder / "rows").mkdir(exist_ok=True)
+            (folder / "training.json").write_text("[]")
+        elif arguments[1] == "train":
+            folder = Path(arguments[arguments.index("--out") + 1])
+            folder.mkdir()
+            (folder / "baseline.json").write_text("{}")
+        else:
+            file = Path(arguments[arguments.index("--out") + 1])
+            seed = int(file.name.split(".")[0].removeprefix("seed-"))
+            write_measured(tmp_path, file.parent.name, seed, [30, 60], [10, 20])
+
+    monkeypatch.setattr(table, "call_module", call)
+    plan = Plan(out=tmp_path, arms=("dflash", "lookup"), seeds=2, jobs=1, steps=9, device="cpu")
+    table.run_table(plan, lambda line: None)
+    trained = [words for words in called if words[1] == "train"]
+    assert [words[2] for words in trained] == [str(tmp_path / "first")] * 2
+    assert [words[-2:] for words in trained] == [
+        ["train.max_steps=9", f"train.seed={seed}"] for seed in range(2)
+    ]
+    runs = [words for words in called if words[0] == "dspark"]
+    assert len(runs) == 3  # the first answers, then two seeds train
+    assert len([words for words in called if words[1] == "measure"]) == 5  # lookup once
+    assert (tmp_path / "dspark" / "seed-1" / "rows").is_dir()
+    called.clear()
+    table.run_table(plan, lambda line: None)
+    assert called == []
+    with pytest.raises(UserError, match="a table of other settings lives here"):
+        table.run_table(Plan(out=tmp_path, seeds=2, steps=10, device="cpu"), lambda line: None)
 
 
 @pytest.mark.parametrize(
