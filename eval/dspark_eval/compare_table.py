@@ -43,16 +43,18 @@ def _row(entry: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
         facts["kind"],
         NOT_MEASURED if parameters is None else f"{parameters / 1e6:.2f} M",
         f"{number(length['value'], 2)} {interval(length['ci95'])}".strip(),
-        NOT_MEASURED
-        if ratio is None
-        else f"{number(ratio['ratio'], 3)} {interval(ratio['ratio_ci95'])}".strip(),
+        NOT_MEASURED if ratio is None else ratio_cell(ratio["ratio"], ratio["ratio_ci95"]),
         percent(entry["acceptance_rate"]["value"]),
         percent(entry["draft_share"]["value"]),
-        NOT_MEASURED
-        if speed is None
-        else f"{number(speed['ratio'], 2)} {interval(speed['ratio_ci95'])}".strip(),
+        NOT_MEASURED if speed is None else ratio_cell(speed["ratio"], speed["ratio_ci95"]),
         NOT_MEASURED if wrong is None else str(wrong),
     ]
+
+
+def ratio_cell(value: float | None, bounds: Sequence[float] | None) -> str:
+    """A ratio and its interval, to the third digit: 1 per cent has to show."""
+    inside = "" if bounds is None else f" [{bounds[0]:.3f}, {bounds[1]:.3f}]"
+    return number(value, 3) + inside
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -29,8 +29,7 @@ from dspark.distill.config import load_config
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, atomic_write_text, read_json
 from dspark_eval.baselines.folders import KINDS
-from dspark_eval.cells import interval, number
-from dspark_eval.compare_table import table
+from dspark_eval.compare_table import ratio_cell, table
 from dspark_eval.intervals import paired
 from dspark_eval.study.arms import DEEPSPEC, ROWS
 from dspark_eval.study.plan import ENDLESS, OWNED
@@ -257,7 +256,7 @@ def _line(arm: str, row: Mapping[str, Any], facts: Mapping[str, Any]) -> list[st
     seeds = f" ({min(each):.2f} to {max(each):.2f})" if len(each) > 1 else ""
     ahead, ratio = "", ""
     if over is not None:
-        ratio = f"{number(over['ratio'], 3)} {interval(over['ratio_ci95'])}".strip()
+        ratio = ratio_cell(over["ratio"], over["ratio_ci95"])
         low, high = over["ratio_ci95"]
         ahead = "yes" if low > 1 else "no" if high < 1 else "not shown"
     return [
