@@ -140,7 +140,7 @@ def test_two_drafters_are_compared_on_the_same_prompts() -> None:
     def cell(emitted: list[int], rounds: list[int], temperature: float) -> dict:
         return {
             "set": "s", "temperature": temperature, "prompts": len(rounds),
-            "emitted": emitted, "rounds": rounds,
+            "emitted": emitted, "rounds": rounds, "loops": [False, True, False],
         }  # fmt: skip
 
     reference = [cell([20, 40, 30], [10, 20, 15], 0.0), cell([20, 40, 30], [10, 20, 15], 1.0)]
@@ -150,6 +150,9 @@ def test_two_drafters_are_compared_on_the_same_prompts() -> None:
     assert found["0"]["ci95"] == pytest.approx([1.5, 1.5])
     assert found["1"]["ratio"] == pytest.approx(1.0)
     assert found["all"]["ratio"] == pytest.approx(1.25)  # tokens over rounds, both pooled
+    looped = compare([cell([20, 900, 30], [10, 20, 15], 0.0)], reference[:1])
+    assert looped["without loops"]["ratio"] == pytest.approx(1.0)
+    assert looped["all"]["ratio"] > 1.0
     with pytest.raises(UserError, match="other prompts"):
         compare([cell([1], [1], 0.0)], reference)
 

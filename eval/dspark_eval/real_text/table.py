@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dspark.draft.reliability import average
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, atomic_write_text, read_json
 from dspark_eval.real_text.arms import ARMS, REFERENCE
@@ -19,6 +20,7 @@ from dspark_eval.real_text.speed import SPEED
 from dspark_eval.real_text.training import TRAINED
 
 RESAMPLES = 4000
+CLEAN = "without loops"
 RESULTS, TABLE = "real_text.json", "real_text.md"
 
 
@@ -47,7 +49,12 @@ def write_table(out: Path) -> str:
     }
     atomic_write_json(out / RESULTS, document)
     text = "\n\n".join(
-        (_cells(measured), _summary(arms, comparisons), *_speeds(document["speed"])),
+        (
+            _summary(arms, comparisons),
+            _cells(measured),
+            _confidence(measured),
+            *_speeds(document["speed"]),
+        ),
     )
     atomic_write_text(out / TABLE, text + "\n")
     return text
@@ -64,19 +71,24 @@ def _arm(folder: Path) -> dict[str, Any]:
 def compare(
     cells: list[dict[str, Any]], reference: list[dict[str, Any]], *, seed: int = 0
 ) -> dict[str, Any]:
-    """Ratio of accepted lengths with its interval, by temperature and over both.
+    """Ratio of accepted lengths with its interval, by temperature, over both, and over both without
+    the prompts that made one of the two loop.
 
     Raises UserError for cells of other prompts.
     """
     others = {(cell["set"], cell["temperature"]): cell for cell in reference}
     found: dict[str, Any] = {}
     temperatures = sorted({cell["temperature"] for cell in cells})
-    for label, chosen in [*((f"{t:g}", [t]) for t in temperatures), ("all", temperatures)]:
+    parts = [(f"{t:g}", [t], True) for t in temperatures]
+    for label, chosen, loops in (*parts, ("all", temperatures, True), (CLEAN, temperatures, False)):
         pairs = [
-            _counts(cell, others[cell["set"], cell["temperature"]])
+            _counts(cell, others[cell["set"], cell["temperature"]], loops)
             for cell in cells
             if cell["temperature"] in chosen
         ]
+        pairs = [pair for pair in pairs if len(pair)]
+        if not pairs:
+            continue
         random = np.random.default_rng(seed)
         totals = sum(pair.sum(0) for pair in pairs)
         samples = sum(
@@ -88,12 +100,13 @@ def compare(
     return found
 
 
-def _counts(cell: dict[str, Any], other: dict[str, Any]) -> np.ndarray:
-    """[prompts, 4]: tokens and rounds of the one, then of the other."""
+def _counts(cell: dict[str, Any], other: dict[str, Any], loops: bool) -> np.ndarray:
+    """[prompts, 4]: tokens and rounds of the one, then of the other; `loops`: all prompts."""
     if cell["prompts"] != other["prompts"]:
         raise UserError(f"{cell['set']}: measured on other prompts than the reference")
     columns = (cell["emitted"], cell["rounds"], other["emitted"], other["rounds"])
-    return np.array(columns, dtype=np.float64).T
+    kept = loops | ~(np.array(cell["loops"]) | np.array(other["loops"]))
+    return np.array(columns, dtype=np.float64).T[kept]
 
 
 def _ratio(sums: np.ndarray) -> Any:
@@ -101,32 +114,56 @@ def _ratio(sums: np.ndarray) -> Any:
 
 
 def _cells(measured: dict[str, Any]) -> str:
-    head = "| drafter | set | T | prompts | accepted length [95 %] | without loops | loops |"
+    """Accepted lengths: a row for each set and temperature, a column for each drafter."""
+    names = list(measured)
     lines = [
-        f"{head} acceptance | ECE before | after |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        f"| set | T | prompts | loops | {' | '.join(names)} |",
+        "|---|---|--:|--:|" + "--:|" * len(names),
+    ]
+    for at, first in enumerate(measured[names[0]]["measured"]["cells"]):
+        cells = [measured[name]["measured"]["cells"][at] for name in names]
+        head = f"| {first['set']} | {first['temperature']:g}"
+        counts = f"{first['prompts']} | {_percent(first['loop_share'])}"
+        lines.append(f"{head} | {counts} | {' | '.join(map(_length, cells))} |")
+        if first["loop_share"]:
+            lengths = " | ".join(_number(cell["without_loops"]) for cell in cells)
+            kept = first["prompts"] - sum(first["loops"])
+            lines.append(f"{head}, without loops | {kept} | - | {lengths} |")
+    return "\n".join(lines)
+
+
+def _length(cell: dict[str, Any]) -> str:
+    low, high = cell["ci95"] or (None, None)
+    return f"{_number(cell['accepted_length'])} [{_number(low)}, {_number(high)}]"
+
+
+def _confidence(measured: dict[str, Any]) -> str:
+    """Acceptance and calibration of each drafter: means over sets."""
+    lines = [
+        "| drafter | T | acceptance rate | ECE before | after | of a perfect forecast |",
+        "|---|--:|--:|--:|--:|--:|",
     ]
     for name, arm in measured.items():
-        for cell in arm["measured"]["cells"]:
-            low, high = cell["ci95"] or (None, None)
-            lines.append(
-                f"| {name} | {cell['set']} | {cell['temperature']:g} | {cell['prompts']} | "
-                f"{_number(cell['accepted_length'])} [{_number(low)}, {_number(high)}] | "
-                f"{_number(cell['without_loops'])} | {_percent(cell['loop_share'])} | "
-                f"{_percent(cell['acceptance_rate'])} | {_percent(cell['ece']['before'])} | "
-                f"{_percent(cell['ece']['after'])} |"
-            )
+        cells = arm["measured"]["cells"]
+        for temperature in sorted({cell["temperature"] for cell in cells}):
+            own = [cell for cell in cells if cell["temperature"] == temperature]
+            columns = [[cell["acceptance_rate"] for cell in own]]
+            columns += [[cell["ece"][key] for cell in own] for key in ("before", "after", "floor")]
+            means = " | ".join(_percent(average(column)) for column in columns)
+            lines.append(f"| {name} | {temperature:g} | {means} |")
     return "\n".join(lines)
 
 
 def _summary(arms: dict[str, Any], comparisons: dict[str, Any]) -> str:
     lines = [
-        "| drafter | parameters | seconds | steps | steps/s | ratio, T = 0 | T = 1 | both |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| drafter | parameters | seconds | steps | steps/s | "
+        "ratio, T = 0 | T = 1 | both | no loops |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name, arm in arms.items():
         trained, ratios = arm["trained"], comparisons.get(name, {})
-        cells = " | ".join(_interval(ratios.get(key)) for key in ("0", "1", "all"))
+        columns = [_interval(ratios.get(key)) for key in ("0", "1", "all", CLEAN)]
+        cells = " | ".join(["1"] * len(columns) if name == REFERENCE else columns)
         lines.append(
             f"| {name} | {trained['parameters']:,} | {trained['seconds']:.0f} | "
             f"{trained['steps']:,} | {trained['steps_per_second']:.2f} | {cells} |"
@@ -140,15 +177,19 @@ def _speeds(speed: dict[str, Any] | None) -> list[str]:
     lines = ["| way | tokens/s | against plain | same text |", "|---|--:|--:|--:|"]
     lines += [
         f"| {way} | {each['tokens_per_second']:.1f} | {each['speed_up']:.2f} | "
-        f"{each['same_text_as_plain']} of {speed['prompts']} |"
+        f"{_same(each['same_text_as_plain'], speed['prompts'])} |"
         for way, each in speed["ways"].items()
     ]
     return ["\n".join(lines)]
 
 
+def _same(count: int | None, prompts: int) -> str:
+    return "-" if count is None else f"{count} of {prompts}"
+
+
 def _interval(found: dict[str, Any] | None) -> str:
     if found is None:
-        return "1"
+        return "-"
     low, high = found["ci95"]
     return f"{found['ratio']:.3f} [{low:.3f}, {high:.3f}]"
 
