@@ -221,9 +221,11 @@ def test_levels_and_bands_by_hand():
         "all_accepted": 0, "sibling": 0.25, "corrected": 0.25, "cut": 0.25, "plain": 0.25,
     }  # fmt: skip
     table = outcomes.band_table(rounds)
-    assert table["high"] == {"share": 3 / 7, "reached": 3, "acceptance": 1.0}
-    assert table["mid"] == {"share": 2 / 7, "reached": 2, "acceptance": 0.0}
-    assert table["low"] == {"share": 2 / 7, "reached": 0, "acceptance": None}
+    sure = {"accepted": 1.0, "sibling": 0.0, "corrected": 0.0, "cut": 0.0}
+    assert table["high"] == {"share": 3 / 7, "reached": 3, "acceptance": 1.0, "levels": sure}
+    half = {"accepted": 0.0, "sibling": 0.5, "corrected": 0.5, "cut": 0.0}
+    assert table["mid"] == {"share": 2 / 7, "reached": 2, "acceptance": 0.0, "levels": half}
+    assert table["low"] == {"share": 2 / 7, "reached": 0, "acceptance": None, "levels": None}
     named = [dataclasses.replace(rounds[0], bands=("high", "high", "low"))]
     assert outcomes.band_table(named)["high"]["acceptance"] == 0.5
     assert outcomes.level_shares([]) is None
