@@ -282,3 +282,15 @@ def test_a_token_shows_its_kind_by_colour_and_line_and_its_confidence_when_point
     assert len({colour for colour, _ in kinds.values()}) == 4
     assert len({line for _, line in kinds.values()}) == 4
     assert seen[390]["says"] == '"accepted, confidence 91 %, round 1"'
+
+
+def test_a_missing_browser_skips_here_and_fails_where_everything_must_be_tested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tests.browser.shutil.which", lambda name: None)
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception):
+        browser.require()
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="chromium"):
+        browser.require()
