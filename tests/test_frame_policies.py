@@ -8,7 +8,7 @@ from pathlib import Path
 from dspark.runtime.loading import load_target
 from dspark.runtime.records import Generation
 from dspark_eval import frame_policies
-from dspark_eval.frame_runs import Run
+from dspark_eval.frame_runs import Run, divergences
 from tests.test_decode_speed import nano_drafter  # noqa: F401  a fixture
 
 
@@ -30,6 +30,7 @@ def test_every_way_gives_the_texts_of_plain_frames(
     assert all(way["tokens"] == 6 for way in ways.values())
     assert set(ways["throughput"]["sizes"]) <= {"1", "2", "4"}
     assert set(ways["plain"]["sizes"]) == {"0"}
+    assert 2.0 <= ways["plain"]["experts"] <= 4.0, "two tokens, two experts each"
 
 
 def test_a_text_that_differs_is_named_with_its_gap() -> None:
@@ -38,8 +39,8 @@ def test_a_text_that_differs_is_named_with_its_gap() -> None:
     def run(*tokens: int) -> Run:
         return Run(texts=[Generation(list(tokens), "length", 0.0, 0.0, [])])
 
-    (found,) = frame_policies.divergences(target, [[5, 6]], run(7, 8, 9), run(7, 9, 9))
+    (found,) = divergences(target, [[5, 6]], run(7, 8, 9), run(7, 9, 9))
     assert (found["prompt"], found["position"]) == (0, 1)
     assert found["top2_gap"] > 0
     assert not found["near_tie"], "in float32 no rounding explains it"
-    assert not frame_policies.divergences(target, [[5, 6]], run(7, 8), run(7, 8))
+    assert not divergences(target, [[5, 6]], run(7, 8), run(7, 8))

@@ -18,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,8 @@ from dspark.runtime.requests import Outcome
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
 from dspark_eval.environment import describe_environment
-from dspark_eval.frame_runs import Run, Subject, decode
+from dspark_eval.frame_runs import Run, Subject, decode, divergences, experts_per_frame, of_frames
 from dspark_eval.frame_speed import open_subject
-from dspark_eval.mismatches import NEAR_TIE_STEPS, first_divergence, top2_gap
 from dspark_eval.policies.sets import MIX, prompt_sets
 from dspark_eval.suites import load_suites
 
@@ -111,11 +111,17 @@ class Ways:
 
     def run(self, name: str, prompts: Sequence[list[int]], new: int, first: int, run: Run) -> None:
         """One batch of prompts."""
-        decoder = self.plain
-        if name != PLAIN:
-            decoder = self.sized
-            decoder.rule = self.rules[name]
-        decode(decoder, prompts, new, first, run)
+        decode(self._decoder(name), prompts, new, first, run)
+
+    def experts(self, name: str, prompts: Sequence[Sequence[int]], new: int) -> float | None:
+        """Distinct experts of a layer that a frame reads."""
+        return experts_per_frame(self._decoder(name), prompts, new)
+
+    def _decoder(self, name: str) -> GraphDecoder:
+        if name == PLAIN:
+            return self.plain
+        self.sized.rule = self.rules[name]
+        return self.sized
 
     def _all(self, name: str, prompts: list[list[int]], new: int, run: Run) -> None:
         seats = self.plain.seats.batch
@@ -132,6 +138,15 @@ def measure_set(ways: Ways, prompts: list[list[int]], new: int) -> dict[str, Run
             name = names[(turn + step) % len(names)]
             ways.run(name, prompts[start : start + seats], new, start, runs[name])
     return runs
+
+
+def of_set(ways: Ways, prompts: list[list[int]], new: int) -> dict[str, Any]:
+    """JSON-ready: every way on a set of prompts."""
+    found = describe(measure_set(ways, prompts, new), ways, prompts)
+    few = prompts[: max(2, ways.plain.seats.batch)]
+    for name, result in found.items():
+        result["experts"] = ways.experts(name, few, new)
+    return found
 
 
 def describe(runs: dict[str, Run], ways: Ways, prompts: list[list[int]]) -> dict[str, Any]:
@@ -152,22 +167,6 @@ def describe(runs: dict[str, Run], ways: Ways, prompts: list[list[int]]) -> dict
         if ways.plain.sampling.greedy:
             entry["divergences"] = divergences(target, prompts, plain, run)
         found[name] = entry
-    return found
-
-
-def divergences(
-    target: Any, prompts: list[list[int]], plain: Run, other: Run
-) -> list[dict[str, Any]]:
-    """Prompts whose greedy texts differ: where, and the gap between the two best logits there."""
-    found = []
-    for index, (prompt, a, b) in enumerate(zip(prompts, plain.texts, other.texts, strict=True)):
-        at = first_divergence(a.tokens, b.tokens)
-        if at is None:
-            continue
-        gap, largest = top2_gap(target, [*prompt, *a.tokens[:at]])
-        steps = gap / (torch.finfo(target.dtype).eps * largest)
-        entry = {"prompt": index, "position": at, "top2_gap": gap, "rounding_steps": steps}
-        found.append(entry | {"near_tie": steps <= NEAR_TIE_STEPS})
     return found
 
 
@@ -208,10 +207,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             if time.perf_counter() - started > options.seconds:
                 found["skipped"].append({"batch": batch, "temperature": temperature})
                 continue
-            sampling = SamplingParams(temperature=temperature)
-            asked = Subject(
-                subject.target, subject.drafter, subject.static, sampling, batch, options.max_length
-            )
+            asked = replace(subject, sampling=SamplingParams(temperature=temperature), batch=batch)
             ways = Ways(asked, reader, options.sizes)
             tuning = load_suites("nano-validation", n_prompts=max(4, batch), seed=1)[0]
             ways.tune([chat.prompt_ids(row.prompt) for row in tuning.rows], options.new)
@@ -223,10 +219,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             found["runs"].append(entry)
             for name, some in rows.items():
                 prompts = [chat.prompt_ids(row.prompt) for row in some]
-                runs = measure_set(ways, prompts, options.new)
-                entry["sets"][name] = describe(runs, ways, prompts)
+                entry["sets"][name] = of_set(ways, prompts, options.new)
                 print(lines(facts["target"], batch, temperature, name, entry), flush=True)
+            if "frames" not in found:
+                found["plain_frames"], found["frames"] = map(of_frames, (ways.plain, ways.sized))
             entry["after_s"] = time.perf_counter() - started
+            if options.json is not None:  # so far: whoever stops the run keeps this
+                atomic_write_json(options.json, found)
     found["ops"] = ops.ran()
     found["environment"] = describe_environment(subject.target.device, subject.target.dtype)
     return found
@@ -244,6 +243,8 @@ def lines(target: str, batch: int, temperature: float, name: str, entry: dict[st
         )
         if result.get("accepted_length") is not None:
             text += f", accepted length {result['accepted_length']:.2f}, sizes {result['sizes']}"
+        if result["experts"] is not None:
+            text += f", experts {result['experts']:.1f}"
         if result["joules_per_token"] is not None:
             text += f", J/token {result['joules_per_token']:.3f}"
         for d in result.get("divergences", ()):

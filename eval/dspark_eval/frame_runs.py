@@ -25,6 +25,7 @@ from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
 from dspark_eval.device_profile import profile
 from dspark_eval.energy import EnergyMeter
+from dspark_eval.mismatches import NEAR_TIE_STEPS, first_divergence, top2_gap
 
 PROFILED = 20
 
@@ -143,19 +144,26 @@ def _ratio(sums: np.ndarray) -> np.ndarray:
 def distinct_experts(
     subject: Subject, length: int | None, prompts: list[list[int]], new: int
 ) -> float | None:
-    """Mean number of experts of a layer that a frame reads."""
-    decoder = subject.decoder(length)
+    """Mean number of experts of a layer that a frame of that draft length reads."""
+    return experts_per_frame(subject.decoder(length), prompts, new)
+
+
+def experts_per_frame(
+    decoder: GraphDecoder, prompts: Sequence[Sequence[int]], new: int
+) -> float | None:
+    """Mean number of experts of a layer that a decoder's frames read; None: there are none."""
     counts: list[Tensor] = []
 
     def count(result: FrameResult) -> None:
         if result.chosen:
             chosen = torch.stack(result.chosen).flatten(1).long()
-            seen = torch.zeros(len(chosen), subject.target.model.config.num_experts)
+            seen = torch.zeros(len(chosen), decoder.target.model.config.num_experts)
             seen = seen.to(chosen.device).scatter_(1, chosen, 1.0)
             counts.append(seen.sum(1).mean())
 
-    decoder.on_frame = count
+    before, decoder.on_frame = decoder.on_frame, count
     decoder.generate_many([Request(p, new, index=i) for i, p in enumerate(prompts)])
+    decoder.on_frame = before
     return float(torch.stack(counts).mean()) if counts else None
 
 
@@ -185,3 +193,19 @@ def best_length(
         rates[length] = run.rate()
     best = max(rates, key=lambda length: rates[length])
     return best, {"plain" if k is None else str(k): v for k, v in rates.items()}
+
+
+def divergences(
+    target: K3Target, prompts: list[list[int]], plain: Run, other: Run
+) -> list[dict[str, Any]]:
+    """Prompts whose greedy texts differ: where, and the gap between the two best logits there."""
+    found = []
+    for index, (prompt, a, b) in enumerate(zip(prompts, plain.texts, other.texts, strict=True)):
+        at = first_divergence(a.tokens, b.tokens)
+        if at is None:
+            continue
+        gap, largest = top2_gap(target, [*prompt, *a.tokens[:at]])
+        steps = gap / (torch.finfo(target.dtype).eps * largest)
+        entry = {"prompt": index, "position": at, "top2_gap": gap, "rounding_steps": steps}
+        found.append(entry | {"near_tie": steps <= NEAR_TIE_STEPS})
+    return found
