@@ -159,3 +159,38 @@ COMPARISON = {
         }
     },
 }  # fmt: skip
+
+
+def _arm(*each: float) -> dict[str, Any]:
+    over = None if each == (3.0, 3.2) else {"ratio": 1.2, "ratio_ci95": [1.1, 1.3]}
+    return {
+        "accepted_length": sum(each) / len(each), "accepted_length_per_seed": list(each),
+        "conditional_acceptance": [[0.9]], "dspark_over": over,
+    }  # fmt: skip
+
+
+ORDERING = {
+    "kind": "table1", "schema_version": 1, "target": "nano", "steps": 10, "draft_length": 3,
+    "arms": [
+        {"arm": arm, "seeds": 2, "parameters": 1000, "passes": "1"} for arm in ("dspark", "lookup")
+    ],
+    "results": [
+        {"suite": "words", "temperature": 0.0, "n_prompts": 2,
+         "arms": {"dspark": _arm(3.0, 3.2), "lookup": _arm(1.5)}}
+    ],
+}  # fmt: skip
+
+_CELL = {
+    "set": "gsm8k", "temperature": 0.0, "prompts": 2, "loops": [False, True], "loop_share": 0.5,
+    "accepted_length": 2.5, "ci95": [2.2, 2.8], "without_loops": 2.4, "acceptance_rate": 0.4,
+    "ece": {"before": 0.1, "after": 0.05, "floor": 0.04},
+}  # fmt: skip
+REAL_TEXT = {
+    "answers": [], "speed": None, "against_reference": {},
+    "arms": {
+        "small": {
+            "trained": {"parameters": 1000, "seconds": 9.0, "steps": 8, "steps_per_second": 0.9},
+            "measured": {"cells": [_CELL]},
+        }
+    },
+}  # fmt: skip

@@ -30,6 +30,8 @@ from tests.report_documents import (
     ENVIRONMENT,
     EVAL,
     FRAMES,
+    ORDERING,
+    REAL_TEXT,
     RELIABILITY,
 )
 from tests.study_folder import write_study
@@ -238,6 +240,21 @@ def test_what_keeps_rows_from_being_compared_is_said(tmp_path: Path) -> None:
     assert (row["revision"], row["seed"], row["schema"], row["date"]) == (
         "abc123", "5", "1", "2026-01-02 03:04"
     )  # fmt: skip
+
+
+def test_tables_of_other_ways_and_of_real_text_are_shown(tmp_path: Path) -> None:
+    atomic_write_json(tmp_path / "ways" / "table.json", ORDERING)
+    atomic_write_json(tmp_path / "ways" / "lookup" / "training.json", HISTORY)
+    atomic_write_json(tmp_path / "text" / "real_text.json", REAL_TEXT)
+    text = page(run_report([tmp_path / "ways", tmp_path / "text"], tmp_path / "out"))
+    assert re.findall(r"^## (.*)$", text, flags=re.MULTILINE) == [
+        "Ways to draft: nano", "Real text", "Where the numbers come from"
+    ]  # fmt: skip
+    assert "3.10 (3.00 to 3.20)" in text
+    assert "1.200 [1.100, 1.300]" in text
+    assert _links(text) == ["01-ordering-1.png"]
+    assert "| gsm8k | 0 | 2 | 50.0 % | 2.50 [2.20, 2.80] |" in text
+    assert "**Accepted length by prompt set**" in text
 
 
 def test_a_failed_check_is_said_loudly() -> None:

@@ -48,16 +48,24 @@ def write_table(out: Path) -> str:
         "speed": read_json(out / SPEED) if (out / SPEED).is_file() else None,
     }
     atomic_write_json(out / RESULTS, document)
-    text = "\n\n".join(
-        (
-            _summary(arms, comparisons),
-            _cells(measured),
-            _confidence(measured),
-            *_speeds(document["speed"]),
-        ),
-    )
+    text = "\n\n".join(tables(document).values())
     atomic_write_text(out / TABLE, text + "\n")
     return text
+
+
+def tables(document: dict[str, Any]) -> dict[str, str]:
+    """What each table shows, and the table as Markdown."""
+    arms = document["arms"]
+    measured = {name: arm for name, arm in arms.items() if arm["measured"] is not None}
+    found = {
+        "Drafters, and their accepted length over the reference's": _summary(
+            arms, document["against_reference"]
+        ),
+        "Accepted length by prompt set": _cells(measured),
+        "Acceptance and calibration error, means over sets": _confidence(measured),
+    }
+    speed = _speeds(document["speed"])
+    return {**found, "Speed of one request": speed[0]} if speed else found
 
 
 def _arm(folder: Path) -> dict[str, Any]:

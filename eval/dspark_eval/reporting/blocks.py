@@ -97,7 +97,7 @@ def from_markdown(lines: Sequence[str], caption: str) -> Iterator[Block]:
     rows: list[tuple[str, ...]] = []
     for line in [*lines, ""]:
         if line.startswith("|"):
-            rows.append(tuple(cell.strip() for cell in line.strip("| ").split("|")))
+            rows.append(tuple(cell.strip() for cell in line.strip()[1:-1].split("|")))
         elif line.strip():
             paragraph.append(line.strip())
         else:

@@ -1,4 +1,7 @@
-"""The section of `dspark eval --compare`: ways to decode side by side, on the same prompts."""
+"""Sections on ways to draft side by side, on the same prompts.
+
+`dspark eval --compare`, the ordering of `dspark_eval.baselines`, and `dspark_eval.real_text`.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from dspark.wording import counted
+from dspark_eval.baselines.table import markdown as table_markdown
 from dspark_eval.cells import number
 from dspark_eval.compare_table import markdown
 from dspark_eval.plots import BLUE, GREY, MARKERS, SERIES, tidy
+from dspark_eval.real_text.table import tables
 from dspark_eval.reporting.blocks import Block, Picture, Prose, Section, from_markdown, notes
 from dspark_eval.reporting.figures import PANEL, draw_curves, panel
 from dspark_eval.reporting.words import label, machine, name
@@ -84,6 +89,52 @@ def _pictures(index: int, suite: str, found: Entry, caption: str) -> Iterator[Pi
         ),
         partial(panel, drawn, title=n),
     )
+
+
+def ordering(source: str, value: Any) -> Section:
+    """Several kinds of drafters trained alike, by seeds."""
+    return Section(f"Ways to draft: {name(value['target'])}", tuple(_ordering(value)), source)
+
+
+def _ordering(value: Mapping[str, Any]) -> Iterator[Block]:
+    yield Prose(
+        f"Target `{value['target']}`, {counted(value['steps'], 'step')} each on the same rows, "
+        f"draft length {value['draft_length']}. Accepted length with the bonus token: mean over "
+        "seeds, lowest and highest; ratios 95 % over prompts, in pairs, all seeds together."
+    )
+    for index, setting in enumerate(value["results"], start=1):
+        n = counted(setting["n_prompts"], "prompt")
+        caption = f"{setting['suite']}, temperature {setting['temperature']:g}, {n}"
+        alone = table_markdown({**value, "results": [setting]})
+        rows = [line for line in alone.splitlines() if line.startswith("|")]
+        yield from from_markdown(rows, caption)
+        shown = [(arm, row["accepted_length"], _ends(row)) for arm, row in setting["arms"].items()]
+        size = (PANEL[0], 1.1 + 0.36 * len(shown))
+        drawn = partial(draw_intervals, rows=shown, x="accepted length, mean over seeds")
+        yield Picture(
+            f"ordering-{index}",
+            f"{caption}: accepted length; whiskers: lowest and highest seed.",
+            "; ".join(f"{arm} {middle:.2f}" for arm, middle, _ in shown),
+            partial(panel, drawn, title=f"{label(setting['suite'])}, n = {n}", size=size),
+        )
+
+
+def _ends(row: Mapping[str, Any]) -> tuple[float, float] | None:
+    each = row["accepted_length_per_seed"]
+    return (min(each), max(each)) if len(each) > 1 else None
+
+
+def real_text(source: str, value: Any) -> Section:
+    """Drafters of a language model's own text."""
+    blocks: list[Block] = [
+        Prose(
+            "Accepted length with the bonus token; 95 % over prompts; ratios on the same prompts, "
+            "in pairs. A loop is easy to draft: figures without loops stand beside."
+        )
+    ]
+    for caption, text in tables(value).items():
+        blocks += from_markdown(text.splitlines(), caption)
+    return Section("Real text", tuple(blocks), source)
 
 
 def draw_intervals(

@@ -22,8 +22,8 @@ from dspark_eval.study.runs import STUDY_FILE
 
 EXPECTED = (
     "expected a study, or the JSON of eval, bench, calibrate (reliability.json), distill "
-    "(training.json), a cost model, a comparison, a pruning curve (curve.json), policies, frames "
-    "or a report"
+    "(training.json), a cost model, a comparison, a pruning curve (curve.json), policies, "
+    "frames, real text or a report"
 )
 REPORT_KIND = "dspark report"
 
@@ -74,12 +74,8 @@ def _is_history(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and _has("step", "train_s", "loss")(value[-1])
 
 
-def _is_comparison(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("kind") == "comparison" and "suites" in value
-
-
-def _is_report(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("kind") == REPORT_KIND
+def _is(kind: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and value.get("kind") == kind
 
 
 STUDY = Kind(
@@ -93,7 +89,9 @@ KINDS = (
     Kind("bench", _has("speedup", "extra"), speed.bench),
     Kind("frames", _has("plain_frames", "frames", "suites"), speed.frames),
     Kind("eval", _has("suites", "draft_length", "drafter"), acceptance.evaluation),
-    Kind("comparison", _is_comparison, comparison.comparison),
+    Kind("comparison", _is("comparison"), comparison.comparison),
+    Kind("ordering", _is("table1"), comparison.ordering, whole=True),
+    Kind("real text", _has("arms", "against_reference"), comparison.real_text, whole=True),
     Kind("calibration", _has("settings", "bins", "dataset"), confidence.calibration),
     Kind("policies", _has("sweeps", "stops", "sets"), confidence.policies),
     Kind("cost model", is_cost_model, cost.cost_model),
@@ -136,7 +134,7 @@ def _known(files: Sequence[Path]) -> Iterator[Found]:
             value = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):  # somebody else's file, or a damaged one: nothing to show
             continue
-        if _is_report(value):
+        if _is(REPORT_KIND)(value):
             yield from _of_report(path, value)
             continue
         kind = next((kind for kind in KINDS if kind.fits(value)), None)
