@@ -88,9 +88,8 @@ def _rows(item: Found, errors: Mapping[tuple[str, float], float]) -> Iterator[Se
             yield _row(value, prompts, suite, value["temperature"], same, errors)
     elif item.kind.name == "comparison":
         for prompts, suite in value["suites"].items():
-            for entry in suite["contenders"]:
-                if entry["speedup"] is not None:
-                    yield _compared(value, prompts, suite, entry)
+            drafting = [entry for entry in suite["contenders"] if entry["speedup"] is not None]
+            yield from (_compared(value, prompts, suite, entry) for entry in drafting)
 
 
 def _row(
