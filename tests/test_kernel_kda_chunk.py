@@ -101,7 +101,9 @@ def test_unbounded_gates() -> None:
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize(("decay", "bound"), [("even", BOUND), ("strongest", BOUND), ("even", None)])
+@pytest.mark.parametrize(
+    ("decay", "bound"), [("even", BOUND), ("strongest", BOUND), ("even", None)]
+)
 def test_bfloat16(decay: str, bound: float | None) -> None:
     check(given((1, 70, 1, 20, 18), decay, BFLOAT16), bound)
 

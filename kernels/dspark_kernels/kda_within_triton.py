@@ -25,8 +25,8 @@ blocks of 2 half rows is X - X A_level X, so that only true inverses are ever fo
 Everything that leaves the kernel lies by chunk and head, [chunks, H, 32, *].
 
 **No product has 64 rows.** On Hopper Triton would make it one of a warp group that reads its left
-factor from registers, which ptxas before CUDA 13.3 may reuse too early (triton-lang/triton pull
-request 11781): with chunks of 64 rows float32 gave NaN, and gradients were wrong.
+factor from registers, which ptxas before CUDA 13.3 may reuse too early (triton-lang/triton issue
+9433): with chunks of 64 rows float32 gave NaN, and gradients were wrong.
 
 Letters: C = 32 rows of a chunk, H heads, K key width, V value width, BK and BV columns of a tile.
 """
