@@ -314,6 +314,11 @@ def test_not_measured_is_null(measured):
     assert greedy["host_syncs_per_token"] is None
     assert sampled["greedy_mismatches"] is None
     assert sampled["extra"]["mismatches"] is None
+    assert greedy["extra"]["lossless"] is None  # plain decoding's text is what it has to be
+    held = sampled["extra"]["lossless"]
+    assert (held["method"], held["impossible"]) == ("sampling", 0)
+    assert held["passed"] is not False
+    assert held["tokens"] == sampled["extra"]["speculative_tokens"]
     assert sampled["extra"]["peer"] is None
 
 

@@ -25,6 +25,7 @@ from dspark_eval import metrics, outcomes, step_times
 from dspark_eval.costs import Costs, find_costs
 from dspark_eval.document import run_document
 from dspark_eval.drafting import Drafted
+from dspark_eval.fidelity import collect, fidelity_warnings, judge
 from dspark_eval.grading import confidence_warnings, exact_answers
 from dspark_eval.lengths import long_contexts, require_proposals
 from dspark_eval.lengths_by_entropy import lengths_by_entropy
@@ -129,6 +130,7 @@ def _run_setting(
     timings = _measure_setting(pair, prompts, options, sampling, drafted, peer)
     require_proposals(timings, pair.drafter_name)
     mismatches = find_mismatches(pair.target, prompts, timings) if sampling.greedy else None
+    lossless = _lossless(pair, prompts, timings, sampling, drafted, options)
     few = metrics.sample_size_warnings(len(prompts))
     doubts = () if costs is None else costs.warnings
     return {
@@ -158,6 +160,7 @@ def _run_setting(
                 asked(suite, [t.speculative[0] for t in timings]), pair.chat.tokenizer
             ),
             "mismatches": None if mismatches is None else [asdict(m) for m in mismatches],
+            "lossless": lossless,
             "peer": None if peer is None else summarize_peer(timings, peer, seed=options.seed),
             "warnings": [
                 *suite.notes,
@@ -166,10 +169,31 @@ def _run_setting(
                 *doubts,
                 *confidence_warnings(pair, drafted, sampling),
                 *long_contexts(pair, timings),
+                *fidelity_warnings(lossless),
                 *few,
             ],
         },
     }
+
+
+def _lossless(
+    pair: Pair,
+    prompts: Sequence[list[int]],
+    timings: Sequence[PromptTimings],
+    sampling: SamplingParams,
+    drafted: Drafted,
+    options: BenchOptions,
+) -> dict[str, Any] | None:
+    """Sampled texts of the first repeat against the target's law; greedy ones have plain decoding
+    to agree with. None: greedy, or lossy by demand."""
+    if sampling.greedy or drafted.relaxed is not None:
+        return None
+    texts = [
+        (prompt, entry.speculative[0].tokens)
+        for prompt, entry in zip(prompts, timings, strict=True)
+    ]
+    found = collect(pair.target, texts, sampling, seed=options.seed)
+    return judge(found, sampling, tests=2 * len(options.temperature))
 
 
 def _relaxation(

@@ -23,6 +23,7 @@ from dspark_eval.fitting import show
 from dspark_eval.report_notes import (
     cost_lines,
     evaluation_lines,
+    lossless_words,
     mismatch_lines,
     outcome_lines,
     policy_words,
@@ -114,6 +115,8 @@ def _bench_notes(runs: Sequence[Run]) -> Iterator[str]:
         name = f"temperature {run['temperature']:g}"
         for lines in (outcome_lines, relaxed_line, mismatch_lines):
             yield from lines(run, name)
+        if extra["lossless"] is not None:
+            yield f"{name}: the first {lossless_words(extra['lossless'])}"
     yield from cost_lines(first["extra"])
     peer = first["extra"]["peer"]
     if peer is not None:

@@ -139,7 +139,7 @@ def evaluation_lines(suite: Mapping[str, Any], name: str) -> Iterator[str]:
     )
     yield from _task_lines(suite, name)
     if suite["lossless"] is not None:
-        yield f"{name}: {_lossless_words(suite['lossless'])}"
+        yield f"{name}: {lossless_words(suite['lossless'])}"
     if suite["thresholds"] is not None:
         points = ", ".join(
             f"{point['threshold']:g}: {number(point['accepted_length'], 2)} of "
@@ -178,7 +178,7 @@ def _share_words(found: Mapping[str, Any] | None) -> str:
     return f"{percent(found['value'])}{shown} of {found['n']:.0f}"
 
 
-def _lossless_words(found: Mapping[str, Any]) -> str:
+def lossless_words(found: Mapping[str, Any]) -> str:
     """Whether the texts are the target's, and what would have been noticed."""
     tokens = counted(found["tokens"], "token", ",")
     if found["method"] == "greedy":
