@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -24,6 +25,7 @@ from dspark_eval.baselines.eagle_drafter import Eagle
 from dspark_eval.baselines.lookup import PromptLookup, Seen
 from dspark_eval.baselines.proposer import Proposer, ProposerDecoder
 from dspark_eval.lossless.statistics import fit
+from dspark_eval.lossless.world import reference
 from tests.table_target import TableTarget
 
 VOCAB = 5
@@ -162,10 +164,10 @@ class Recorded(Proposer):
         return made
 
 
-def rounds_of(inner: Proposer, of: TableTarget, tokens: int = 40) -> Recorded:
-    """Many rounds at temperature 1, with rejections in all places."""
+def rounds_of(inner: Proposer, of: TableTarget, params: SamplingParams = ONE) -> Recorded:
+    """Many rounds, with rejections in all places."""
     recorded = Recorded(inner)
-    ProposerDecoder(of, recorded).generate(PROMPT, max_new_tokens=tokens, sampling=ONE, seed=3)
+    ProposerDecoder(of, recorded).generate(PROMPT, max_new_tokens=40, sampling=params, seed=3)
     return recorded
 
 
@@ -179,6 +181,28 @@ def test_ar_draws_from_its_own_law_whatever_was_rejected_before() -> None:
             a, b = path[len(text) + k - 2], path[len(text) + k - 1]
             wanted = torch.softmax(model.table[a, b].double(), dim=-1)
             assert (made.probs[0, k].double() - wanted).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("params", [SamplingParams(0.7, 0.9), SamplingParams(1.0, 1.0, 2)])
+def test_drafts_are_filtered_as_the_target_is(params: SamplingParams) -> None:
+    of, model = target(), TableTarget.random(VOCAB, seed=1)
+    for proposer in (Autoregressive(model, of, 5), *list(proposers(of).values())[2:]):
+        recorded = Recorded(proposer)
+        text = ProposerDecoder(of, recorded).generate(
+            PROMPT, max_new_tokens=20, sampling=params, seed=1
+        )
+        metrics.check_generation(text)
+        for _, made in recorded.made:
+            assert made.probs is not None
+            chosen = made.probs.gather(-1, made.tokens.unsqueeze(-1))
+            assert bool((chosen > 0).all())  # what the filter took away is never drawn
+            assert bool((made.entropy <= math.log(VOCAB)).all())  # unfiltered, in nats
+        assert any(bool((made.probs == 0).any()) for _, made in recorded.made)
+    made = rounds_of(Autoregressive(model, of, 5), of, params=params).made[0]
+    a, b = made[0][-2:]
+    wanted = reference(model.table[a, b], params)
+    assert made[1].probs is not None
+    assert (made[1].probs[0, 0].double() - wanted).abs().max() < 1e-6
 
 
 def test_ar_keeps_only_committed_tokens_and_reads_g_passes() -> None:
