@@ -233,7 +233,9 @@ def test_what_keeps_rows_from_being_compared_is_said(tmp_path: Path) -> None:
     (said,) = (block.lines for block in first.blocks if isinstance(block, Notes))
     assert "speeds come from different machines" in said[0]
     assert "Other CPU" in said[0]
-    assert "b.json`: measured on a busy machine (load 9.5 on 2 cores)" in said[1]
+    assert said[1].startswith("measured on a busy machine")
+    assert said[1].endswith("b.json` (load 9.5 on 2 cores)")
+    assert "a.json" not in said[1]
     assert "2 different draws of prompts" in said[2]
     (origin,) = (block for block in last.blocks if isinstance(block, Table))
     row = dict(zip(origin.heads, origin.rows[0], strict=True))

@@ -139,20 +139,24 @@ def _doubts(found: Sequence[Found]) -> Iterator[str]:
             "speeds come from different machines or settings: compare speed-ups and accepted "
             f"lengths, not seconds ({'; '.join(sorted(machines))})"
         )
-    for item in found:
-        facts = environment(item) if item.kind.name in TIMED else {}
-        load, cores = facts.get("load_average_1m"), facts.get("cpu_cores")
-        if load and cores and load > cores:
-            yield (
-                f"`{item.path}`: measured on a busy machine (load {load:g} on "
-                f"{counted(cores, 'core')}): its seconds are not to be relied on"
-            )
+    busy = list(_busy(found))
+    if busy:
+        yield f"measured on a busy machine, seconds are not to be relied on: {', '.join(busy)}"
     for prompts, drawn in _draws(found).items():
         if len(drawn) > 1:
             yield (
                 f"{prompts}: {len(drawn)} different draws of prompts; accepted lengths on it "
                 "differ by the prompts too"
             )
+
+
+def _busy(found: Sequence[Found]) -> Iterator[str]:
+    """Sources during which more ran than the machine has cores."""
+    for item in found:
+        facts = environment(item) if item.kind.name in TIMED else {}
+        load, cores = facts.get("load_average_1m"), facts.get("cpu_cores")
+        if load and cores and load > cores:
+            yield f"`{item.path}` (load {load:g} on {counted(cores, 'core')})"
 
 
 def _machine(facts: Document) -> str:
