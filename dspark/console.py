@@ -27,7 +27,7 @@ _UsageError: Any = typer.BadParameter.__base__
 # value, a second one must stay an error and not replace the first.
 _SPREAD = {
     "distill": ("--prompts", "--set"),
-    "eval": ("--suite", "--prompts", "--compare"),
+    "eval": ("--suite", "--prompts", "--compare", "--concurrency"),
     "bench": ("--temperature",),
     "prune": ("--prompts", "--set"),
     "calibrate": ("--suite", "--prompts", "--temperature"),

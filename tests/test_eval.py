@@ -25,7 +25,7 @@ EVALUATION_KEYS = {
     "accepted_length_percentiles", "loop_share", "accepted_length_without_loops",
     "context_buckets", "warnings", "finished_share", "exact_answers", "confidence", "samples",
     "lengths_by_entropy", "estimates", "positions", "entropy", "thresholds", "goodput", "task",
-    "plain", "lossless",
+    "plain", "lossless", "served",
 }  # fmt: skip
 
 

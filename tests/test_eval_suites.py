@@ -160,6 +160,22 @@ def test_step_times_beside_the_drafter_give_goodput(tiny):
     assert any("cost_model.json: measured" in warning for warning in document["warnings"])
 
 
+def test_both_ways_are_timed_at_every_concurrency(tiny):
+    """Three prompts: three groups of one, one of two, and the same texts in every batch."""
+    served = run_eval(options(tiny, turns=1, concurrency=(1, 2)))["suites"]["mt-bench"]["served"]
+    assert [(p["concurrency"], p["groups"], p["answers"]) for p in served] == [(1, 3, 3), (2, 1, 2)]
+    assert [p["same_text"] for p in served] == [3, 2]
+    for point in served:
+        assert point["speedup"] == pytest.approx(point["speculative"] / point["plain"])
+    low, high = served[0]["speedup_ci95"]
+    assert low <= served[0]["speedup"] <= high
+    assert served[1]["speedup_ci95"] is None  # of one group
+    with pytest.raises(UserError, match="--concurrency 4: mt-bench has 3 prompts"):
+        run_eval(options(tiny, concurrency=(4,)))
+    with pytest.raises(UserError, match="--concurrency: expected 1 or more; got 0"):
+        options(tiny, concurrency=(0,))
+
+
 # ------------------------------------------------------------------ protocol and suites
 
 

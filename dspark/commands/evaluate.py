@@ -62,6 +62,9 @@ RunCode = Annotated[
         help="RUNS MODEL-WRITTEN CODE to grade it: limits, but no sandbox; use a container.",
     ),
 ]
+Concurrency = Annotated[
+    list[int], typer.Option(help="Batch sizes at which plain and speculative decoding are timed.")
+]
 Compare = Annotated[
     list[str] | None,
     typer.Option(
@@ -110,6 +113,7 @@ def evaluate(
     plain: Plain = 0,
     check: CheckTexts = True,
     run_code: RunCode = False,
+    concurrency: Concurrency = [],  # noqa: B006 - typer reads it, nobody changes it
     compare: Compare = None,
     as_json: PrintJson = False,
 ) -> None:
@@ -155,6 +159,7 @@ def evaluate(
         plain=plain,
         check_texts=check,
         run_code=run_code,
+        concurrency=tuple(concurrency),
         **settings,
     )
     from dspark_eval.acceptance import run_eval

@@ -7,7 +7,7 @@ from typing import Any
 
 from dspark.runtime.cost_model import cost_model_from_dict
 from dspark.wording import counted
-from dspark_eval.cells import number, percent, rate
+from dspark_eval.cells import interval, number, percent, rate
 
 SHOWN_MISMATCHES = 3
 
@@ -147,6 +147,13 @@ def evaluation_lines(suite: Mapping[str, Any], name: str) -> Iterator[str]:
             for point in suite["thresholds"][::2]
         )
         yield f"{name}: tokens per round of rows sent, cut at confidence {points}"
+    for point in suite["served"] or ():
+        yield (
+            f"{name}: {counted(point['concurrency'], 'request')} at once, measured: "
+            f"{rate(point['speculative'])} tokens/s against {rate(point['plain'])} plain, "
+            f"{number(point['speedup'], 2)}x {interval(point['speedup_ci95'])}, "
+            f"{counted(point['groups'], 'group')}, prefill included"
+        )
     for point in suite["goodput"] or ():
         yield (
             f"{name}: {counted(point['concurrency'], 'request')} at once: modelled tokens/s "

@@ -145,6 +145,7 @@ class EvalOptions(Drafting):
     acceptance.png, None = print only. suite_dir: files of public sets. protocol: see `protocols`.
     turns: of a conversation, None = all. plain: conversations of each set that plain decoding
     answers too. check_texts: hold every text against the target. run_code: run model-written code.
+    concurrency: batch sizes at which both ways of decoding are timed.
     """
 
     draft: str | Path
@@ -167,6 +168,7 @@ class EvalOptions(Drafting):
     plain: int = 0
     check_texts: bool = True
     run_code: bool = False
+    concurrency: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_shared(self)
@@ -176,6 +178,10 @@ class EvalOptions(Drafting):
             f"--turns: expected 1 or more; got {self.turns}",
         )
         _require(self.plain >= 0, f"--plain: expected 0 or more; got {self.plain}")
+        _require(
+            all(size >= 1 for size in self.concurrency),
+            f"--concurrency: expected 1 or more; got {', '.join(map(str, self.concurrency))}",
+        )
         check_protocol(self.protocol, self)
         self.sampling()
         if self.out is not None:

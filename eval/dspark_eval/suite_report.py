@@ -9,6 +9,7 @@ from typing import Any
 from dspark.runtime.cost_model import CostModel
 from dspark.runtime.records import Generation
 from dspark_eval import fidelity, metrics, outcomes, profiles, sweeps
+from dspark_eval.concurrency import check_concurrency, serve
 from dspark_eval.confidence import confidence_report
 from dspark_eval.conversations import Conversation, Turn, broken_notes, hold_conversations
 from dspark_eval.document import run_document
@@ -41,6 +42,7 @@ def eval_suite(run: SuiteRun, advance: Callable[[], None]) -> dict[str, Any]:
     """The keys of a bench run, what concerns plain speed null, and the keys of an evaluation."""
     pair, options, sampling = run.pair, run.options, run.options.sampling()
     prompts = pair.prompt_ids(run.suite)
+    check_concurrency(options.concurrency, len(prompts), run.suite.name)
     held = _hold(run, prompts, run.drafted, advance)
     timings = [conversation.timings for conversation in held]
     require_proposals(timings, pair.drafter_name)
@@ -79,6 +81,7 @@ def eval_suite(run: SuiteRun, advance: Callable[[], None]) -> dict[str, Any]:
         "task": _share(grades.marks),
         "plain": plain,
         "lossless": lossless,
+        "served": _served(run, prompts),
         "confidence": confidence_report(pair, sampling, by_prompt),
         "samples": samples([Answered(t.question, t.answer) for t in turns], pair.chat.tokenizer),
     }
@@ -204,6 +207,23 @@ def _lossless(run: SuiteRun, turns: Sequence[Turn]) -> dict[str, Any] | None:
     texts = [(turn.prompt, turn.answer.tokens) for turn in turns]
     found = fidelity.collect(run.pair.target, texts, sampling, seed=run.options.seed)
     return fidelity.judge(found, sampling, tests=run.tests)
+
+
+def _served(run: SuiteRun, prompts: Sequence[list[int]]) -> list[dict[str, Any]] | None:
+    """First turns at every concurrency asked for; None without any."""
+    options = run.options
+    if not options.concurrency:
+        return None
+    found = serve(
+        run.pair,
+        prompts,
+        run.drafted,
+        options.sampling(),
+        max_new_tokens=options.max_new_tokens,
+        seed=options.seed,
+        sizes=options.concurrency,
+    )
+    return [asdict(point) for point in found]
 
 
 def _relaxation(
