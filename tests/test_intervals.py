@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from dspark.runtime.records import Generation
 from dspark_eval import metrics
-from dspark_eval.intervals import MIN_PROMPTS, Estimate, estimate, paired
+from dspark_eval.intervals import MIN_PROMPTS, Estimate, estimate, paired, share
 from tests.test_metrics import answer, record
 
 
@@ -29,6 +30,16 @@ def test_the_interval_of_equal_weights_is_the_normal_one():
     found = estimate(values, np.ones(900))
     half = 1.96 * found.spread / 30
     assert found.ci95 == pytest.approx((found.value - half, found.value + half), abs=0.15 * half)
+
+
+@pytest.mark.parametrize(("right", "n"), [(0, 10), (6, 6), (17, 40), (99, 100)])
+def test_the_interval_of_a_share_is_wilsons(right, n):
+    """scipy as the oracle; never a point where all answers are alike."""
+    found = share([True] * right + [False] * (n - right))
+    exact = stats.binomtest(right, n).proportion_ci(0.95, "wilson")
+    assert found.value == right / n
+    assert found.ci95 == pytest.approx((exact.low, exact.high), abs=1e-6)
+    assert share([]).ci95 is None
 
 
 def test_pairs_take_the_difficulty_of_prompts_out():

@@ -15,7 +15,7 @@ from dspark_eval.conversations import Conversation, Turn, broken_notes, hold_con
 from dspark_eval.document import run_document
 from dspark_eval.drafting import Drafted
 from dspark_eval.grading import Grades, answer_texts, grade
-from dspark_eval.intervals import estimate, paired
+from dspark_eval.intervals import paired, share
 from dspark_eval.lengths import long_contexts, require_proposals
 from dspark_eval.lengths_by_entropy import lengths_by_entropy
 from dspark_eval.mismatches import find_mismatches
@@ -158,7 +158,7 @@ def _grade(run: SuiteRun, held: Sequence[Conversation]) -> Grades:
 
 def _share(marks: Sequence[bool | None]) -> dict[str, Any] | None:
     known = [mark for mark in marks if mark is not None]
-    return asdict(estimate(known, [1] * len(known))) if known else None
+    return asdict(share(known)) if known else None
 
 
 def _plain(run: SuiteRun, held: Sequence[Conversation], grades: Grades) -> dict[str, Any] | None:
