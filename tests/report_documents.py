@@ -76,6 +76,8 @@ EVAL = {
             ],
             "lengths_by_entropy": LENGTHS, "samples": [SAMPLE], "goodput": GOODPUT,
             "lossless": {"passed": False, "tokens": 77},
+            "served": [{"concurrency": 2, "plain": 90.0, "speculative": 150.0},
+                       {"concurrency": 4, "plain": None, "speculative": None}],
             "positions": {"conditional_acceptance": [
                 {"ci95": [0.8, 1.0]}, {"ci95": [0.5, 0.7]}, {"ci95": None}
             ]},

@@ -271,7 +271,8 @@ def test_throughput_needs_two_sizes_and_keeps_machines_apart() -> None:
     assert section is not None
     (rates,) = (block for block in section.blocks if isinstance(block, Table))
     assert [(row[0], row[-1]) for row in rates.rows] == [
-        ("1", "modelled"), ("1", "measured"), ("2", "modelled"), ("4", "modelled"),
+        ("1", "modelled"), ("1", "measured"), ("2", "modelled"), ("2", "measured"),
+        ("4", "modelled"),
         ("8", "measured"),
     ]  # fmt: skip
     other = {**FRAMES, "environment": {**ENVIRONMENT, "device_name": "GPU"}}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CURVE_POINTS = 60
+FILLS = ("full", "none", "left", "right")
 
 
 def cost_model(source: str, value: Any) -> Section:
@@ -159,11 +160,16 @@ def rates(kind: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Rate]]:
             yield _of(value["target"], value), Rate(value["batch"], plain, fast, True, name)
     elif kind == "eval":
         for name, suite in value["suites"].items():
-            for point in suite.get("goodput") or ():
-                rate = Rate(
-                    point["concurrency"], point["plain"], point["speculative"], False, label(name)
-                )
-                yield _of(value["target"], suite), rate
+            for key, measured in (("goodput", False), ("served", True)):
+                found = _points(suite.get(key) or (), measured, name)
+                yield from ((_of(value["target"], suite), rate) for rate in found)
+
+
+def _points(points: Sequence[Mapping[str, Any]], measured: bool, origin: str) -> Iterator[Rate]:
+    for point in points:
+        plain, fast = point["plain"], point["speculative"]
+        if plain and fast:
+            yield Rate(point["concurrency"], plain, fast, measured, origin)
 
 
 def _of(target: str, holder: Mapping[str, Any]) -> str:
@@ -237,11 +243,15 @@ def draw_throughput(axes: Axes, found: Sequence[Rate]) -> None:
             axes.plot([r.concurrency for r in own], [getattr(r, way) for r in own], color=colour,
                       linestyle=line, label=f"{way}, modelled"
                       + (f" ({label(origin)})" if way == "speculative" else ""))  # fmt: skip
-    for way, colour, marker in (("plain", ORANGE, "s"), ("speculative", BLUE, "o")):
-        if measured:
-            heights = [getattr(rate, way) for rate in measured]
-            axes.plot([rate.concurrency for rate in measured], heights, linestyle="",
-                      marker=marker, color=colour, label=f"{way}, measured")  # fmt: skip
+    origins = list(dict.fromkeys(rate.origin for rate in measured))
+    for origin, fill in zip(
+        origins, ("full", "none", "left", "right") * len(origins), strict=False
+    ):
+        own = [rate for rate in measured if rate.origin == origin]
+        for way, colour, marker in (("plain", ORANGE, "s"), ("speculative", BLUE, "o")):
+            axes.plot([r.concurrency for r in own], [getattr(r, way) for r in own], linestyle="",
+                      marker=marker, color=colour, fillstyle=fill,
+                      label=f"{way}, measured ({label(origin)})")  # fmt: skip
     ticks = sorted({rate.concurrency for rate in found})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])

@@ -75,7 +75,7 @@ def _rows(item: Found, errors: Mapping[tuple[str, float], float]) -> Iterator[Se
     value = item.value
     if item.kind.name == "bench":
         for run in value.get("runs", [value]):
-            same = NOT_MEASURED
+            same = verdict(run["extra"].get("lossless"))
             if run["greedy_mismatches"] is not None:
                 equal = run["n_prompts"] - run["greedy_mismatches"]
                 same = f"{equal} of {run['n_prompts']} texts"
