@@ -11,6 +11,7 @@ from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
 from dspark.runtime.cost_model import BatchCosts, CostModel
 from dspark.runtime.graph_decode import GraphDecoder
+from dspark.runtime.graph_prompts import PromptReader
 from dspark.runtime.graph_sizes import ByRate, ByWish, frame_sizes
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.policies import (
@@ -217,15 +218,16 @@ def test_frames_of_changing_size_keep_the_targets_law(
     target: K3Target, drafter: DSparkDrafter
 ) -> None:
     """Tokens of many short texts against those of plain frames."""
-    sampling, count = SamplingParams(temperature=1.0), 4000
-    seen = []
+    sampling, count = SamplingParams(temperature=1.0), 3000
+    reader, seen = PromptReader(target, drafter, remembers=True), []
     for policy in (None, Entropy(min_draft=1, h_stop=3.9)):
         decoder = GraphDecoder(
             target,
             None if policy is None else drafter,
-            seats=10,
+            seats=50,
             max_length=14,
             sampling=sampling,
+            reader=reader,
             policy=policy,
         )
         asked = [Request(PROMPTS[0], 6, index=i) for i in range(count)]
