@@ -205,7 +205,7 @@ def throughput(documents: Sequence[tuple[str, Mapping[str, Any]]]) -> Section | 
         )
     ]
     for number_, (name, found) in enumerate(groups.items(), 1):
-        ordered = sorted(found, key=lambda rate: (rate.concurrency, rate.origin))
+        ordered = sorted(found, key=lambda r: (r.concurrency, r.origin, r.measured))
         blocks.append(
             table(
                 f"Throughput against concurrency: {name}",
