@@ -2,6 +2,7 @@
 
     answer                several shares at once: one alone waits for the host most of the time
     compared drafters     side by side on the first GPU, starting together: equal conditions
+    their measurement     side by side: what the study is for comes before anything else
     speed                 alone
     long, smaller ones    beside each other and beside the measurements, spread over the GPUs
 
@@ -58,17 +59,20 @@ def jobs(gpus: int, seconds: float) -> list[list[Job]]:
     compared = tuple(f"train-{arm}" for arm in COMPARED)
     together = ("--beside", *COMPARED)
     last = gpus - 1
-    timed = Job("speed", 0, ("speed", "--dtype", "bfloat16"), compared, MEASURING)
+    first = [_measure(arm, at % gpus, compared) for at, arm in enumerate(COMPARED)]
+    timed = Job(
+        "speed", 0, ("speed", "--dtype", "bfloat16"), tuple(job.name for job in first), MEASURING
+    )
     after = (timed.name,)
-    measured = (*COMPARED, *SIZES, "long", *VARIANTS)
     return [
         *([job] for job in answers),
         *([_train(arm, 0, seconds, rows, together)] for arm in COMPARED),
+        *([job] for job in first),
         [timed],
         [_long(last, after)],
         *([_train(arm, at % gpus, seconds, after)] for at, arm in enumerate(SIZES)),
         [_train(arm, 0, seconds, tuple(f"train-{size}" for size in SIZES)) for arm in VARIANTS],
-        [_measure(arm, last, after) for arm in measured],
+        [_measure(arm, last, after) for arm in (*SIZES, "long", *VARIANTS)],
     ]
 
 
