@@ -88,8 +88,9 @@ def test_samples_are_those_of_the_cpu() -> None:
 def test_static_pass_at_kernel_sizes(config: K3Config, dtype: torch.dtype) -> None:
     ops.forget()
     follow(config, dtype, GPU, (1, 8, 4, 8, 1, 3, 8))
-    if dtype is torch.bfloat16:
-        assert set(ops.ran().values()) == {"triton"}
+    if dtype is torch.bfloat16:  # what the reference on the CPU calls runs in torch
+        passed = ("kda_decode", "mla_absorb", "mla_output", "linear_rows", "moe_decode")
+        assert {name: ops.ran().get(name) for name in passed} == dict.fromkeys(passed, "triton")
 
 
 def test_no_host_waits_in_the_loop() -> None:

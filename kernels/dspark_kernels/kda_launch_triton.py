@@ -81,10 +81,10 @@ class Launch:
 
 
 TUNED: dict[tuple[str, torch.dtype], Launch] = {
-    ("near", torch.bfloat16): Launch(0, 64, 4, 1),
-    ("within", torch.bfloat16): Launch(64, 64, 2, 1),
+    ("near", torch.bfloat16): Launch(0, 128, 4, 1, 168),
+    ("within", torch.bfloat16): Launch(32, 32, 1, 1),
     ("within", torch.float32): Launch(64, 64, 4, 1),
-    ("carry", torch.bfloat16): Launch(0, 32, 2, 2),
+    ("carry", torch.bfloat16): Launch(0, 32, 2, 3),
     ("carry", torch.float32): Launch(0, 32, 4, 1),
     ("carry_back", torch.bfloat16): Launch(0, 32, 4, 2),
     ("carry_back", torch.float32): Launch(0, 32, 4, 1),

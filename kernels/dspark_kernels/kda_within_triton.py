@@ -26,7 +26,7 @@ Everything that leaves the kernel lies by chunk and head, [chunks, H, 32, *].
 
 **No product has 64 rows.** On Hopper Triton would make it one of a warp group that reads its left
 factor from registers, which ptxas before CUDA 13.3 may reuse too early (triton-lang/triton issue
-9433): with chunks of 64 rows float32 gave NaN, and gradients were wrong.
+9433). Chunks of 64 rows with tiles of 32 columns gave NaN and read outside memory.
 
 Letters: C = 32 rows of a chunk, H heads, K key width, V value width, BK and BV columns of a tile.
 """
