@@ -27,12 +27,12 @@ RESULTS, TABLE = "real_text.json", "real_text.md"
 def write_table(out: Path) -> str:
     """Everything measured in OUT as OUT/real_text.json and OUT/real_text.md; returns the latter.
 
-    Raises UserError where nothing was measured yet.
+    Raises UserError where nothing was trained yet.
     """
     arms = {name: _arm(out / name) for name in ARMS if (out / name / TRAINED).is_file()}
     measured = {name: arm for name, arm in arms.items() if arm["measured"] is not None}
-    if not measured:
-        raise UserError(f"{out}: no drafter was measured yet; run the steps train and measure")
+    if not arms:
+        raise UserError(f"{out}: no drafter was trained yet; run the steps answer and train")
     comparisons = {}
     if REFERENCE in measured:
         reference = measured[REFERENCE]["measured"]["cells"]
@@ -61,9 +61,10 @@ def tables(document: dict[str, Any]) -> dict[str, str]:
         "Drafters, and their accepted length over the reference's": _summary(
             arms, document["against_reference"]
         ),
-        "Accepted length by prompt set": _cells(measured),
-        "Acceptance and calibration error, means over sets": _confidence(measured),
     }
+    if measured:
+        found["Accepted length by prompt set"] = _cells(measured)
+        found["Acceptance and calibration error, means over sets"] = _confidence(measured)
     speed = _speeds(document["speed"])
     return {**found, "Speed of one request": speed[0]} if speed else found
 
@@ -164,9 +165,9 @@ def _confidence(measured: dict[str, Any]) -> str:
 
 def _summary(arms: dict[str, Any], comparisons: dict[str, Any]) -> str:
     lines = [
-        "| drafter | parameters | seconds | steps | steps/s | "
+        "| drafter | parameters | seconds | steps | steps/s | kept aside | "
         "ratio, T = 0 | T = 1 | both | no loops |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name, arm in arms.items():
         trained, ratios = arm["trained"], comparisons.get(name, {})
@@ -174,7 +175,8 @@ def _summary(arms: dict[str, Any], comparisons: dict[str, Any]) -> str:
         cells = " | ".join(["1"] * len(columns) if name == REFERENCE else columns)
         lines.append(
             f"| {name} | {trained['parameters']:,} | {trained['seconds']:.0f} | "
-            f"{trained['steps']:,} | {trained['steps_per_second']:.2f} | {cells} |"
+            f"{trained['steps']:,} | {trained['steps_per_second']:.2f} | "
+            f"{_number(trained['held_out']['accepted_length'])} | {cells} |"
         )
     return "\n".join(lines)
 
