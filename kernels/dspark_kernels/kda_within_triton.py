@@ -45,12 +45,6 @@ def dot(a, b, PRECISION: tl.constexpr):
     tl.static_assert(a.shape[0] < 64, "a product of 64 rows is one of a warp group")
     if PRECISION == "bf16":
         product = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16))
-    elif PRECISION == "bf16x3":
-        a, b = a.to(tl.float32), b.to(tl.float32)
-        left, right = a.to(tl.bfloat16), b.to(tl.bfloat16)
-        product = tl.dot((a - left.to(tl.float32)).to(tl.bfloat16), right)
-        product = tl.dot(left, (b - right.to(tl.float32)).to(tl.bfloat16), product)
-        product = tl.dot(left, right, product)
     else:
         product = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision=PRECISION)
     return product
