@@ -50,6 +50,7 @@ class Call:
     upto: Tensor | None = None
     taps: Tensor | None = None
     fold: bool = False
+    second: Tensor | None = None
 
     def args(self) -> tuple[object, ...]:
         return tuple(getattr(self, f.name) for f in fields(self))
@@ -228,6 +229,27 @@ def test_the_kernel_on_trees(device: str, T: int, R: int, bound: float | None) -
 def test_the_kernel_folds_new_rows(device: str, T: int, R: int) -> None:
     call = round_of(T=T, R=R)
     call.fold = True
+    agree(call, device)
+
+
+@on_each_device
+@pytest.mark.parametrize("factors", [1, 2])
+@pytest.mark.parametrize(("T", "bound"), [(1, -5.0), (1, None), (2, None)])
+@pytest.mark.usefixtures("poison")
+def test_decay_and_gate_may_come_as_low_rank_factors(
+    device: str, factors: int, T: int, bound: float | None
+) -> None:
+    """One row in one launch, several by the kernels of their own; their product is the row."""
+    call = round_of(T=T, R=0, bound=bound)
+    call.fold = True
+    whole = call.copy(torch.float64)
+    call.second = torch.randn(factors, 2 * 64, 16) / 4
+    call.decay = torch.randn(2, T, 16)
+    whole.decay = call.decay.double() @ call.second[-1].double().T
+    if factors == 2:
+        call.gate = torch.randn(2, T, 16)
+        whole.gate = call.gate.double() @ call.second[0].double().T
+    assert_close(kda_decode(*call.copy(torch.float64).args()), kda_decode(*whole.args()))
     agree(call, device)
 
 

@@ -79,6 +79,12 @@ def test_kernel(n: int, how: Plan | None, more: bool, poison: None) -> None:
     _check(n, 144, 37, how, more)
 
 
+@pytest.mark.parametrize("held", [1, 4, 9])
+def test_a_row_that_waits_in_registers(held: int, poison: None) -> None:
+    """Of nine tiles, some or all."""
+    _check(1, 144, 37, Plan(16, 16, 4, 1, held=held), more=True)
+
+
 @pytest.mark.parametrize("situ", [None, (4.0, 25.0)], ids=["silu", "situ"])
 @pytest.mark.parametrize("n", [1, 3])
 def test_gated_kernel(n: int, situ: plain.Situ, poison: None) -> None:

@@ -141,6 +141,14 @@ def test_kernel_without_a_latent_space(
     _check(_random(64, 7, 2, 32, 48, latent=None, packed=False), n, _whole_tiles(n))
 
 
+@pytest.mark.parametrize("shared", [0, 48])
+def test_one_row_whose_tiles_wait_in_registers(shared: int, poison: None) -> None:
+    """The router's rows and the shared expert's; others are found too late for that."""
+    cut = Plan(16, 32, 4, 1, held=2)
+    how = MoEPlan(cut, cut, Plan(16, 32, 4, 1), cut)
+    _check(_random(64, 6, 2, 32, shared, latent=None, packed=False), 1, how)
+
+
 @pytest.mark.parametrize(("n", "dot"), [(1, False), (3, True), (3, False)])
 @pytest.mark.parametrize("packed", [False, True], ids=["bf16", "mxfp4"])
 def test_kernel_with_a_latent_space(n: int, dot: bool, packed: bool, poison: None) -> None:

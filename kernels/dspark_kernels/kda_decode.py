@@ -22,11 +22,14 @@ convolution, C = 2 H K + H V channels, N layers, P rows of a path.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dspark_kernels import kda
+from dspark_kernels.low_rank_rows import low_rank_rows
 
 UNIT_EPS = 1e-6
 
@@ -50,6 +53,7 @@ def kda_decode(
     upto: Tensor | None = None,
     taps: Tensor | None = None,
     fold: bool = False,
+    second: Tensor | None = None,
 ) -> Tensor:
     """Rows ready for the output projection, [B, T, H V] in the dtype of ``rows``.
 
@@ -71,12 +75,16 @@ def kda_decode(
             oldest first, itself last, in the last W-1 rows before the new ones and the new ones.
         fold: The new rows are accepted already, as in plain decoding: state and window go past
             them, the slots keep what they hold. Not with a tree.
+        second: [1, H K, r] or [2, H V, r]: second factors of the decay, or of gate and decay, which
+            are then given by their first, [B, T, r]. Two want K = V.
 
     Raises:
         ValueError: more new rows than slots, unless ``fold``; ``fold`` with a tree.
     """
     R, T, heads = held_decay.shape[1], decay.shape[1], len(A_log)
     check(R, T, upto, taps, fold)
+    if second is not None:
+        decay, gate = expand(decay, gate, second, low_rank_rows)
     real = torch.arange(R + T, device=state.device)
     real = ((real < accepted.unsqueeze(1)) | (real >= R)).unsqueeze(-1)  # [B, R+T, 1]
     place = _places(accepted, R, T, conv.shape[0], taps).masked_fill(~real, 0)
@@ -93,6 +101,16 @@ def kda_decode(
     _hold(rows, decay, beta, held_rows, held_decay, held_beta, accepted, fold)
     gate = gate.to(state.dtype).unflatten(-1, (heads, -1))
     return gated_norm(out[:, R:], gate, norm, eps).to(rows.dtype).flatten(2)
+
+
+def expand(
+    decay: Tensor, gate: Tensor, second: Tensor, product: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Decay and gate [B, T, ..] from their first factors, by `low_rank_rows` or its kernel."""
+    first = [gate, decay][-len(second) :]
+    made = product(torch.stack([x.flatten(0, 1) for x in first], 1), second)
+    made = made.unflatten(1, decay.shape[:2])
+    return made[-1], made[0] if len(second) > 1 else gate
 
 
 def check(slots: int, rows: int, upto: Tensor | None, taps: Tensor | None, fold: bool) -> None:

@@ -7,10 +7,12 @@ import torch
 import triton
 from torch import Tensor
 
-from dspark_kernels.kda_decode import check
+from dspark_kernels.kda_decode import check, expand
 from dspark_kernels.kda_round_tree_triton import tree_kernel
 from dspark_kernels.kda_round_triton import round_kernel
+from dspark_kernels.kda_row_triton import row_kernel
 from dspark_kernels.kda_rows_triton import MAX_EXPONENT
+from dspark_kernels.low_rank_rows_triton import low_rank_rows
 from dspark_kernels.overlap import early
 
 MAX_ROWS = 16
@@ -20,7 +22,7 @@ PROGRAMS = 264
 COLUMNS = 16
 """Columns of the state that a warp holds."""
 REGISTERS: int | None = 128
-"""Of a thread of a head 128 wide, so that two programs fit on a processor."""
+"""Of a thread of a head 128 wide, so that two programs fit on a processor where there are two."""
 
 
 def kda_decode(
@@ -42,6 +44,7 @@ def kda_decode(
     upto: Tensor | None = None,
     taps: Tensor | None = None,
     fold: bool = False,
+    second: Tensor | None = None,
 ) -> Tensor:
     """`kda_decode.kda_decode`."""
     B, T, _ = rows.shape
@@ -49,6 +52,19 @@ def kda_decode(
     R, W = held_decay.shape[1], len(conv)
     check(R, T, upto, taps, fold)
     out = torch.empty((B, T, H * V), dtype=rows.dtype, device=rows.device)
+    if T == 1 and R == 0 and fold:
+        given = (rows, decay, beta, gate, held_rows, state)
+        row_kernel[(B * H,)](
+            *given, decay if second is None else second, conv, A_log, dt_bias, norm, out,
+            K**-0.5, eps, 0.0 if lower_bound is None else lower_bound,
+            *(x.stride(0) for x in given[:5]), held_rows.stride(1), state.stride(0),
+            H=H, K=K, V=V, W=W, WP=triton.next_power_of_2(W),
+            R=16 if second is None else second.shape[2], FACTORS=0 if second is None else
+            len(second), BOUNDED=lower_bound is not None, num_warps=8, **early(),
+        )  # fmt: skip
+        return out
+    if second is not None:
+        decay, gate = expand(decay, gate, second, low_rank_rows)
     tensors = (
         rows, decay, beta, gate, held_rows, held_decay, held_beta, accepted, state, conv, A_log,
         dt_bias, norm,
@@ -66,7 +82,7 @@ def kda_decode(
         round_kernel[(programs,)](
             *tensors, out, _scratch(programs * ready, state), B * H, K**-0.5, eps, bound, *strides,
             NR=triton.next_power_of_2(R + T), VV=COLUMNS, FOLD=fold, num_warps=V // COLUMNS,
-            num_stages=1, **_limited(V), **sizes,
+            num_stages=1, **_limited(V, programs), **sizes,
         )  # fmt: skip
         return out
     apart = [x.stride(0) if len(x) > 1 else 0 for x in (upto, taps)]
@@ -78,8 +94,9 @@ def kda_decode(
     return out
 
 
-def _limited(width: int) -> dict[str, int]:
-    if REGISTERS is None or width < 128 or torch.version.hip is not None:
+def _limited(width: int, programs: int) -> dict[str, int]:
+    two = width >= 128 and programs > PROGRAMS // 2
+    if REGISTERS is None or not two or torch.version.hip is not None:
         return {}
     return {"maxnreg": REGISTERS}
 
@@ -107,6 +124,7 @@ def refuses(
     upto: Tensor | None = None,
     taps: Tensor | None = None,
     fold: bool = False,
+    second: Tensor | None = None,
 ) -> str | None:
     """Why `kda_decode` cannot take these."""
     K, V = state.shape[-2:]

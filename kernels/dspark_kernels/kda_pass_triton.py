@@ -26,13 +26,23 @@ def places(K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, VV: tl.constexpr):
     kk, p = tl.arange(0, KK)[:, None, None, None], tl.arange(0, P)[None, :, None, None]
     kc = tl.arange(0, K // KK)[None, None, :, None]
     vv = tl.arange(0, VV)[None, None, None, :]
-    return (kk * (K // KK) + kc) * V + p * VV + vv
+    return _key(kk, kc, KK, K // KK) * V + p * VV + vv
+
+
+@triton.jit
+def _key(kk, kc, KK: tl.constexpr, KC: tl.constexpr):
+    """The key at place kk, kc: four neighbours to a lane, and lanes beside each other."""
+    if KC >= 4:  # noqa: SIM108
+        key = kc // 4 * (4 * KK) + kk * 4 + kc % 4
+    else:
+        key = kk * KC + kc
+    return key
 
 
 @triton.jit
 def _vector(ptr, KK: tl.constexpr, KC: tl.constexpr):
     """K numbers as the tile wants them, [KK, KC]."""
-    return tl.load(ptr + tl.arange(0, KK)[:, None] * KC + tl.arange(0, KC)[None, :])
+    return tl.load(ptr + _key(tl.arange(0, KK)[:, None], tl.arange(0, KC)[None, :], KK, KC))
 
 
 @triton.jit

@@ -20,8 +20,8 @@ import triton.language as tl
 from dspark_kernels.interpreted import allow_loops
 from dspark_kernels.interpreted_floats import exact_floats
 from dspark_kernels.kda_pass_triton import fold_rows, places, read_rows
-from dspark_kernels.kda_rows_triton import log_decay, sigmoid, touch, unit
-from dspark_kernels.overlap import begin, wait
+from dspark_kernels.kda_rows_triton import log_decay, sigmoid, unit
+from dspark_kernels.overlap import ahead, begin, wait
 
 allow_loops()
 exact_floats()
@@ -158,9 +158,8 @@ def round_kernel(
     q_ptr = b_ptr + N * 16
     o_ptr = q_ptr + (T + 1) * K
     begin(EARLY)
-    if EARLY:
-        first = tl.program_id(0)
-        touch(state_ptr + (first // H).to(tl.int64) * s_sb + first % H * K * V, K, V, V, 8)
+    first = tl.program_id(0)
+    ahead(state_ptr + (first // H).to(tl.int64) * s_sb + first % H * K * V, K * V, EARLY)
     wait(EARLY)
     for item in range(tl.program_id(0), heads, tl.num_programs(0)):
         b, h = tl.full((), item // H, tl.int64), item % H

@@ -20,7 +20,7 @@ FEW = 512
 """Heads of a batch up to which a launch is a matter of latency; beyond, of throughput."""
 ROW_SHAPES = ((16, 2), (64, 4))
 """Columns and warps of a program on one row: for few heads, for many."""
-CHAIN_SHAPES = ((128, 16), (128, 16))
+CHAIN_SHAPES = ((64, 16), (128, 16))
 """Columns of a program on several rows, and of each of its warps: for few heads, for many."""
 SCALE = True
 REGISTERS: int | None = 128

@@ -18,13 +18,22 @@ import triton.language as tl
 from torch import Tensor
 
 from dspark_kernels.linear_rows import MAX_ROWS, Situ
-from dspark_kernels.overlap import begin, early, wait
-from dspark_kernels.rows_tile import activate, gemm, gemv
+from dspark_kernels.overlap import ahead, begin, early, wait
+from dspark_kernels.rows_tile import activate, gemm, gemv, gemv_held
+
+HELD_STEP = 256
+HELD_INPUTS = 4608
+"""A row of so many inputs waits in registers, in tiles of so many."""
+MOST_ASKED = (1 << 20) - 16
+"""Bytes of one request to the copy engine."""
+AHEAD_BYTES = 8 << 20
+"""Of a weight that is asked for before its turn. 20 MiB, or all, was no faster."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a product is cut. ``out``: outputs of a program; ``split``: parts of every sum."""
+    """How a product is cut. ``out``: outputs of a program; ``split``: parts of every sum; ``held``:
+    tiles of short rows that wait in registers, 0: rows stream through shared memory."""
 
     out: int
     step: int
@@ -32,6 +41,7 @@ class Plan:
     stages: int
     split: int = 1
     dot: bool = False
+    held: int = 0
 
 
 @triton.jit
@@ -39,22 +49,29 @@ def _sums(
     x, norm, a, b, start, n,
     I: tl.constexpr, SPAN: tl.constexpr, EVEN: tl.constexpr,  # noqa: E741
     BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
-    NORM: tl.constexpr, DUAL: tl.constexpr, DOT: tl.constexpr, EARLY: tl.constexpr,
+    NORM: tl.constexpr, DUAL: tl.constexpr, DOT: tl.constexpr, HELD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Both sums as [BO, N] and the squares as [N]; N is 1 without DOT."""
+    """Both sums as [BO, N] and the squares as [1 or BO, N]; N is 1 without DOT."""
     if DOT:
         wait(EARLY)
         rows = tl.arange(0, N)
         acc_a, acc_b, square = gemm(
             x, norm, a, b, rows, rows < n, start, I, SPAN, BO, BK, N, STAGES, NORM, DUAL, EVEN
         )
+        square = square[None, :]
+    elif HELD > 0:
+        one_a, one_b, one = gemv_held(x, norm, a, b, I, BO, BK, HELD, NORM, DUAL, EARLY)
+        acc_a = one_a[:, None]
+        acc_b = one_b[:, None]
+        square = one[:, None]
     else:
         one_a, one_b, one = gemv(
             x, norm, a, b, start, I, SPAN, BO, BK, STAGES, NORM, DUAL, EVEN, EARLY
         )
         acc_a = one_a[:, None]
         acc_b = one_b[:, None]
-        square = one + tl.zeros([1], tl.float32)
+        square = one + tl.zeros([1, 1], tl.float32)
     return acc_a, acc_b, square
 
 
@@ -64,28 +81,34 @@ def _rows_kernel(
     I: tl.constexpr, O: tl.constexpr,  # noqa: E741
     BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, DOT: tl.constexpr,
-    EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     tile = tl.program_id(0)
     part = tl.program_id(1)
     o = tile * BO + tl.arange(0, BO)
+    if AHEAD > 0:
+        first = tl.minimum(tile * BO + part * AHEAD, O - 1)
+        ahead(weight + first.to(tl.int64) * I, tl.minimum(AHEAD, O - first) * I, EARLY)
     a = weight + tl.minimum(o, O - 1).to(tl.int64) * I
     SPAN: tl.constexpr = (I + SPLIT * BK - 1) // (SPLIT * BK) * BK
     EVEN: tl.constexpr = SPAN * SPLIT == I
     acc, _, square = _sums(
-        x, norm, a, a, part * SPAN, n, I, SPAN, EVEN, BO, BK, N, STAGES, NORM, False, DOT, EARLY
-    )
+        x, norm, a, a, part * SPAN, n, I, SPAN, EVEN, BO, BK, N, STAGES, NORM, False, DOT, HELD,
+        EARLY,
+    )  # fmt: skip
     rows = tl.arange(0, N)
     at = rows[None, :] * O + o[:, None]
     inside = (rows < n)[None, :] & (o < O)[:, None]
     if SPLIT > 1:
         tl.store(parts + part * n * O + at, acc, mask=inside)
         if NORM:
-            tl.store(squares + part * n + rows, square, mask=(rows < n) & (tile == 0))
+            tl.store(
+                squares + part * n + rows, tl.reshape(square, [N]), mask=(rows < n) & (tile == 0)
+            )
     else:
         if NORM:
-            acc = acc * tl.rsqrt(square / I + eps)[None, :]
+            acc = acc * tl.rsqrt(square / I + eps)
         if ADD:
             acc += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
@@ -120,18 +143,24 @@ def _gated_kernel(
     x, norm, weight, out, n, eps, beta, linear_beta,
     I: tl.constexpr, S: tl.constexpr,  # noqa: E741
     BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
-    NORM: tl.constexpr, SITU: tl.constexpr, DOT: tl.constexpr, EARLY: tl.constexpr,
+    NORM: tl.constexpr, SITU: tl.constexpr, DOT: tl.constexpr, AHEAD: tl.constexpr,
+    HELD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
-    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    first = tl.program_id(0) * BO
+    o = first + tl.arange(0, BO)
     a = weight + tl.minimum(o, S - 1).to(tl.int64) * I
     b = a + tl.full([], S, tl.int64) * I
+    if AHEAD > 0:
+        count = tl.minimum(AHEAD, S - first) * I
+        ahead(weight + first.to(tl.int64) * I, count, EARLY)
+        ahead(weight + (first + tl.full([], S, tl.int64)) * I, count, EARLY)
     SPAN: tl.constexpr = (I + BK - 1) // BK * BK
     gate, up, square = _sums(
-        x, norm, a, b, 0, n, I, SPAN, SPAN == I, BO, BK, N, STAGES, NORM, True, DOT, EARLY
-    )
+        x, norm, a, b, 0, n, I, SPAN, SPAN == I, BO, BK, N, STAGES, NORM, True, DOT, HELD, EARLY,
+    )  # fmt: skip
     if NORM:
-        scale = tl.rsqrt(square / I + eps)[None, :]
+        scale = tl.rsqrt(square / I + eps)
         gate = gate * scale
         up = up * scale
     rows = tl.arange(0, N)
@@ -173,7 +202,8 @@ def project(
         x, norm, weight, residual, out, parts, squares, n, eps,
         I=inputs, O=outputs, BO=how.out, BK=how.step, N=MAX_ROWS if how.dot else 1,
         STAGES=how.stages, SPLIT=how.split, NORM=norm is not None, ADD=residual is not None,
-        DOT=how.dot, num_warps=how.warps, **early(),
+        DOT=how.dot, AHEAD=rows_ahead(weight, how.out // how.split), HELD=how.held,
+        num_warps=how.warps, **early(),
     )  # fmt: skip
     if how.split > 1:
         block = 256
@@ -201,21 +231,38 @@ def gated_rows(
     _gated_kernel[(triton.cdiv(width, how.out),)](
         x, norm, weight, out, n, eps, beta, linear_beta, I=inputs, S=width,
         BO=how.out, BK=how.step, N=MAX_ROWS if how.dot else 1, STAGES=how.stages,
-        NORM=norm is not None, SITU=situ is not None, DOT=how.dot, num_warps=how.warps, **early(),
+        NORM=norm is not None, SITU=situ is not None, DOT=how.dot,
+        AHEAD=rows_ahead(weight, how.out), HELD=how.held, num_warps=how.warps, **early(),
     )  # fmt: skip
     return out
+
+
+def rows_ahead(weight: Tensor, most: int) -> int:
+    """How many of a program's ``most`` rows of a weight it asks for before it may begin."""
+    row = weight.shape[1] * weight.element_size()
+    return min(most, most * AHEAD_BYTES // (len(weight) * row), MOST_ASKED // row)
 
 
 def plan(n: int, inputs: int, outputs: int) -> Plan:
     """The measured best cut; the library's product was faster at no size that was measured."""
     if n == 1:
         step = _step(inputs, 1024)
+        if step == 1024 and inputs <= HELD_INPUTS and outputs <= 4096:
+            return Plan(2, 512, 4, 1, held=inputs // 512)
+        if held_tiles(inputs) and 4096 < outputs <= 32768:
+            return Plan(16, HELD_STEP, 8, 1, held=4)
         if step == 1024 and outputs <= 4096:
             return Plan(4, step, 4, 1)
         return Plan(16 if step <= 256 and outputs > 8192 else 8, step, 4, 3)
     step = _step(inputs, 256)
     split = 2 if outputs <= 4096 and inputs % (2 * step) == 0 else 1
     return Plan(64, step, 4, 5, split=split, dot=True)
+
+
+def held_tiles(inputs: int) -> int:
+    """Tiles of a row that may wait in registers; 0: it is too long, or does not divide."""
+    short = inputs <= HELD_INPUTS and inputs % HELD_STEP == 0
+    return inputs // HELD_STEP if short else 0
 
 
 def gated_plan(n: int, inputs: int, width: int) -> Plan:

@@ -25,7 +25,7 @@ import triton
 from torch import Tensor
 
 from dspark_kernels.linear_rows import MAX_ROWS
-from dspark_kernels.linear_rows_triton import Plan, plan, project
+from dspark_kernels.linear_rows_triton import HELD_STEP, Plan, held_tiles, plan, project
 from dspark_kernels.moe_decode import Experts, MoE
 from dspark_kernels.moe_experts_triton import down, down_one, gate_up, gate_up_one
 from dspark_kernels.moe_route_triton import combine, route
@@ -184,7 +184,8 @@ def _gate_up_one(
         logits, moe.bias, x, norm, moe.experts.w1, moe.experts.w3, moe.inputs[E:], ids, weights,
         h, tail, eps, moe.scaling, beta, linear_beta, E=E, EP=triton.next_power_of_2(E), K=k,
         INNER=inner, L=L, S=S, BO=cut.out, BK=cut.step, STAGES=cut.stages, NORM=norm is not None,
-        RENORM=moe.renormalise, SITU=moe.situ is not None, num_warps=cut.warps, **early(),
+        RENORM=moe.renormalise, SITU=moe.situ is not None, AHEAD=cut.out, HELD=cut.held,
+        num_warps=cut.warps, **early(),
     )  # fmt: skip
     return h, ids, weights, tail
 
@@ -198,7 +199,7 @@ def _down_one(
     down_one[(triton.cdiv(L, cut.out),)](
         h, ids, weights, moe.experts.w2, tail, moe.outputs, residual, out,
         K=k, INNER=inner, L=L, S=S, BO=cut.out, BK=cut.step, ADD=residual is not None,
-        num_warps=cut.warps, **early(),
+        AHEAD=cut.out if S and S % 8 == 0 else 0, num_warps=cut.warps, **early(),
     )  # fmt: skip
     return out
 
@@ -226,9 +227,13 @@ def moe_plan(n: int, moe: MoE) -> MoEPlan:
         return MoEPlan(inputs, _packed_cut(L), _packed_cut(inner))
     if n == 1:
         narrow = (
-            Plan(4, _step(inner, 512), 8, 1) if not moe.latent else Plan(8, _step(inner, 256), 2, 3)
+            Plan(2, _step(inner, 1024), 8, 1)
+            if not moe.latent
+            else Plan(8, _step(inner, 256), 2, 3)
         )
-        return MoEPlan(inputs, Plan(8, _step(L, 256), 2, 3), narrow)
+        held = held_tiles(L)
+        wide = Plan(2, HELD_STEP, 2, 1, held=held) if held else Plan(8, _step(L, 256), 2, 3)
+        return MoEPlan(inputs, wide, narrow)
     gate_up = Plan(64, _step(L, 128), 4, 3, dot=True)
     return MoEPlan(inputs, gate_up, Plan(32, _step(inner, 128), 4, 5, dot=True))
 

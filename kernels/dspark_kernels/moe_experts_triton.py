@@ -15,7 +15,7 @@ from dspark_kernels import mxfp4_tile, rows_tile
 from dspark_kernels.interpreted import allow_loops
 from dspark_kernels.moe_route_triton import sort_key
 from dspark_kernels.mxfp4_tile import plane
-from dspark_kernels.overlap import begin, wait
+from dspark_kernels.overlap import ahead, begin, wait
 
 allow_loops()
 
@@ -189,12 +189,17 @@ def down(
 def _hidden_one(
     x, norm, a, b, out, o, width, eps, beta, linear_beta,
     I: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,  # noqa: E741
-    NORM: tl.constexpr, SITU: tl.constexpr, EARLY: tl.constexpr,
+    NORM: tl.constexpr, SITU: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[o] = act(a norm(x), b norm(x))."""
-    gate, up, square = rows_tile.gemv(
-        x, norm, a, b, 0, I, I, BO, BK, STAGES, NORM, True, True, EARLY
-    )
+    if HELD > 0:
+        gate, up, square = rows_tile.gemv_held(
+            x, norm, a, b, I, BO, BK, HELD if EARLY else 1, NORM, True, EARLY
+        )
+    else:
+        gate, up, square = rows_tile.gemv(
+            x, norm, a, b, 0, I, I, BO, BK, STAGES, NORM, True, True, EARLY
+        )
     if NORM:
         scale = tl.rsqrt(square / I + eps)
         gate = gate * scale
@@ -209,7 +214,8 @@ def gate_up_one(
     eps, scaling, beta, linear_beta,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, L: tl.constexpr,
     S: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    NORM: tl.constexpr, RENORM: tl.constexpr, SITU: tl.constexpr, EARLY: tl.constexpr,
+    NORM: tl.constexpr, RENORM: tl.constexpr, SITU: tl.constexpr, AHEAD: tl.constexpr,
+    HELD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row, few experts, no latent space: the slot-th best expert, found by every program.
 
@@ -219,13 +225,19 @@ def gate_up_one(
     """
     begin(EARLY)
     slot = tl.program_id(1)
-    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    first = tl.program_id(0) * BO
+    o = first + tl.arange(0, BO)
     if S > 0:
         if slot == 0:
             a = w_shared + tl.minimum(o, S - 1).to(tl.int64) * L
+            if AHEAD > 0:
+                at = w_shared + tl.minimum(first, S - 1).to(tl.int64) * L
+                count = tl.minimum(AHEAD, tl.maximum(S - first, 1)) * L
+                ahead(at, count, EARLY)
+                ahead(at + S * L, count, EARLY)
             _hidden_one(
                 x, norm, a, a + S * L, tail, o, S, eps, beta, linear_beta,
-                L, BO, BK, STAGES, NORM, SITU, EARLY,
+                L, BO, BK, STAGES, NORM, SITU, HELD, EARLY,
             )  # fmt: skip
             return
         slot -= 1
@@ -245,7 +257,7 @@ def gate_up_one(
     at = (expert.to(tl.int64) * INNER + tl.minimum(o, INNER - 1)) * L
     _hidden_one(
         x, norm, w1 + at, w3 + at, h + slot * INNER, o, INNER, eps, beta, linear_beta,
-        L, BO, BK, STAGES, NORM, SITU, False,
+        L, BO, BK, STAGES, NORM, SITU, HELD, False,
     )  # fmt: skip
 
 
@@ -253,34 +265,40 @@ def gate_up_one(
 def down_one(
     h, ids, weights, w2, tail, w_shared, residual, out,
     K: tl.constexpr, INNER: tl.constexpr, L: tl.constexpr, S: tl.constexpr,
-    BO: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+    BO: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row: out = sum_j w_j W2_j h_j + W_shared tail + residual, in one pass."""
+    """One row: out = sum_j w_j W2_j h_j + W_shared tail + residual, in one pass.
+
+    A thread loads the numbers of h that its weights meet: no load waits for another thread.
+    """
     begin(EARLY)
-    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    begin_o = tl.program_id(0) * BO
+    o = begin_o + tl.arange(0, BO)
+    if AHEAD > 0:
+        ahead(w_shared + begin_o.to(tl.int64) * S, tl.minimum(AHEAD, L - begin_o) * S, EARLY)
     row = tl.minimum(o, L - 1).to(tl.int64)
-    cols = tl.arange(0, BK)
     acc = tl.zeros([BO, BK // 8], tl.float32)
+    at = tl.arange(0, BK)[None, :] + tl.zeros([BO, 1], tl.int32)
     if S > 0:
         a = w_shared + row * S
-        first = tl.load(a[:, None] + cols[None, :], mask=(cols < S)[None, :], other=0.0)
+        first = tl.load(a[:, None] + at, mask=at < S, other=0.0)
         wait(EARLY)
-        x = tl.load(tail + cols, mask=cols < S, other=0.0)
-        acc += rows_tile.fold(first.to(tl.float32) * x.to(tl.float32)[None, :], BO, BK)
+        x = tl.load(tail + at, mask=at < S, other=0.0)
+        acc += rows_tile.fold(first.to(tl.float32) * x.to(tl.float32), BO, BK)
         for k in tl.static_range(BK, S, BK):
-            inside = k + cols < S
-            x = tl.load(tail + k + cols, mask=inside, other=0.0)
-            tile = tl.load(a[:, None] + (k + cols)[None, :], mask=inside[None, :], other=0.0)
-            acc += rows_tile.fold(tile.to(tl.float32) * x.to(tl.float32)[None, :], BO, BK)
+            x = tl.load(tail + k + at, mask=k + at < S, other=0.0)
+            tile = tl.load(a[:, None] + k + at, mask=k + at < S, other=0.0)
+            acc += rows_tile.fold(tile.to(tl.float32) * x.to(tl.float32), BO, BK)
     else:
         wait(EARLY)
     for j in tl.static_range(K):
         a = w2 + (tl.load(ids + j).to(tl.int64) * L + row) * INNER
         w = tl.load(weights + j)
         for k in tl.static_range(0, INNER, BK):
-            x = w * tl.load(h + j * INNER + k + cols).to(tl.float32)
-            tile = tl.load(a[:, None] + (k + cols)[None, :])
-            acc += rows_tile.fold(tile.to(tl.float32) * x[None, :], BO, BK)
+            x = tl.load(h + j * INNER + k + at)
+            tile = tl.load(a[:, None] + k + at)
+            acc += w * rows_tile.fold(tile.to(tl.float32) * x.to(tl.float32), BO, BK)
     total = tl.sum(acc, 1)
     if ADD:
         total += tl.load(residual + o, mask=o < L, other=0.0).to(tl.float32)

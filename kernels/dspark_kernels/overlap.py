@@ -4,7 +4,9 @@ On Hopper and later a kernel may be resident and have asked for its weights whil
 still runs (programmatic dependent launch). ``begin`` lets the successor do that to us; ``wait``
 stands before anything that a predecessor writes or reads. Every program of a kernel launched with
 ``early()`` must pass ``wait``, or what comes after it would no longer be ordered behind what came
-before. Elsewhere, AMD's GPUs and the interpreter included, both are nothing.
+before. ``ahead`` stands between the two: it asks the L2 cache for weights, so that memory works
+while a chain of small launches waits for one another. Elsewhere, AMD's GPUs and the interpreter
+included, all three are nothing.
 """
 
 from __future__ import annotations
@@ -41,3 +43,18 @@ def wait(EARLY: tl.constexpr):
     """The kernels before this one have ended, and what they wrote is there."""
     if EARLY:
         gdc_wait()
+
+
+@triton.jit
+def ahead(start, count, EARLY: tl.constexpr):
+    """Bring ``count`` numbers from a pointer on into the L2 cache; both ends stand on 16 bytes.
+
+    One thread asks the copy engine for all of them: it costs no register and no load.
+    """
+    if EARLY:
+        size = count * (start.dtype.element_ty.primitive_bitwidth // 8)
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
+            "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r", [start, size], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip

@@ -9,6 +9,7 @@ is multiplied lane by lane (``gemv``); several are padded to the 16 of a matrix 
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: disable-error-code="assignment, var-annotated, unreachable"
 
 from __future__ import annotations
 
@@ -86,6 +87,48 @@ def gemv(
         if DUAL:
             acc_b += fold(tile_b.to(tl.float32) * row[None, :], BO, BK)
     return tl.sum(acc_a, 1), tl.sum(acc_b, 1), tl.sum(square, 0)
+
+
+@triton.jit
+def gemv_held(
+    x, norm, a, b,
+    I: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, HELD: tl.constexpr,  # noqa: E741
+    NORM: tl.constexpr, DUAL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """`gemv` of short rows, I a multiple of BK: HELD tiles are in registers before x is there.
+
+    Every thread loads the numbers of x that its own weights meet: no thread waits for another
+    before the last sum. Sums [BO], [BO], and the squares as [BO], all of them the same.
+    """
+    like: tl.constexpr = a.dtype.element_ty
+    at = tl.arange(0, BK)[None, :] + tl.zeros([BO, 1], tl.int32)
+    acc_a = tl.zeros([BO, BK // 8], tl.float32)
+    acc_b = tl.zeros([BO, BK // 8], tl.float32)
+    square = tl.zeros([BO, BK // 8], tl.float32)
+    tiles_a = ()
+    tiles_b = ()
+    for k in tl.static_range(0, min(HELD * BK, I), BK):
+        tiles_a = tiles_a + (tl.load(a[:, None] + (k + at)),)  # noqa: RUF005
+        if DUAL:
+            tiles_b = tiles_b + (tl.load(b[:, None] + (k + at)),)  # noqa: RUF005
+    wait(EARLY)
+    for k in tl.static_range(0, I, BK):
+        if k < HELD * BK:
+            tile_a = tiles_a[k // BK]
+            if DUAL:
+                tile_b = tiles_b[k // BK]
+        else:
+            tile_a = tl.load(a[:, None] + (k + at))
+            if DUAL:
+                tile_b = tl.load(b[:, None] + (k + at))
+        row = tl.load(x + k + at).to(tl.float32)
+        if NORM:
+            square += fold(row * row, BO, BK)
+            row = (row * tl.load(norm + k + at).to(tl.float32)).to(like).to(tl.float32)
+        acc_a += fold(tile_a.to(tl.float32) * row, BO, BK)
+        if DUAL:
+            acc_b += fold(tile_b.to(tl.float32) * row, BO, BK)
+    return tl.sum(acc_a, 1), tl.sum(acc_b, 1), tl.sum(square, 1)
 
 
 @triton.jit

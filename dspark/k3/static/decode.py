@@ -195,12 +195,14 @@ class StaticDecoder:
         """[n, HK] of the packed products [n, O] of one KDA layer."""
         shape = (rows.batch, rows.count, -1)
         raw, gate, decay, beta = inputs.split(w.splits, dim=-1)
-        factors, _, rank = w.second.shape
-        end = sum(w.splits[:3])
-        first = inputs[:, end - factors * rank : end].unflatten(1, (factors, rank))
-        second = ops.low_rank_rows(first, w.second)
-        gate, decay = second[0] if factors > 1 else gate, second[-1]
         cache, index = rows.cache, rows.linear
+        alone = rows.count == 1 and cache.folds
+        if not alone:
+            factors, _, rank = w.second.shape
+            end = sum(w.splits[:3])
+            first = inputs[:, end - factors * rank : end].unflatten(1, (factors, rank))
+            made = ops.low_rank_rows(first, w.second)
+            gate, decay = made[0] if factors > 1 else gate, made[-1]
         rows.linear += 1
         out = ops.kda_decode(
             raw.view(shape),
@@ -221,6 +223,7 @@ class StaticDecoder:
             rows.upto,
             rows.reach,
             cache.folds,
+            w.second if alone else None,
         )
         return out.flatten(0, 1)
 
