@@ -191,7 +191,10 @@ REAL_TEXT = {
     "answers": [], "speed": None, "against_reference": {},
     "arms": {
         "small": {
-            "trained": {"parameters": 1000, "seconds": 9.0, "steps": 8, "steps_per_second": 0.9},
+            "trained": {
+                "parameters": 1000, "seconds": 9.0, "steps": 8, "steps_per_second": 0.9,
+                "held_out": {"accepted_length": 2.4},
+            },
             "measured": {"cells": [_CELL]},
         }
     },
