@@ -190,6 +190,12 @@ def test_the_table_pools_seeds_by_prompt(tmp_path: Path) -> None:
     assert "not shown" not in markdown(document)
 
 
+def test_a_table_without_its_reference_says_so(tmp_path: Path) -> None:
+    write_measured(tmp_path, "lookup", 0, [30, 60], [30, 60])
+    with pytest.raises(UserError, match="no run of dspark is measured yet"):
+        build(Plan(out=tmp_path, device="cpu"))
+
+
 def test_a_table_runs_what_is_missing_and_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,10 @@ def build(plan: Plan) -> dict[str, Any]:
     """The table of everything measured under `plan.out`, written there as JSON and markdown."""
     found = {arm: _measured(plan.out, arm, plan.seeds) for arm in ARMS}
     arms = {arm: runs for arm, runs in found.items() if runs}
+    if REFERENCE not in arms:
+        raise UserError(
+            f"{plan.out}: no run of {REFERENCE} is measured yet; the same command goes on"
+        )
     document: dict[str, Any] = {
         "schema_version": 1,
         "kind": "table1",
