@@ -36,10 +36,10 @@ COLOURS = {
 }
 
 
-def drafter(folder: Path = RUN, **changes: Any) -> Path:
+def drafter(folder: Path = RUN, settings: Mapping[str, Any] = SMALL) -> Path:
     """The folder of a finished drafter: what lies there, or a small one distilled now.
 
-    An interrupted distillation is taken up again. `changes`: settings, dots written as `__`.
+    An interrupted distillation is taken up again. `settings`: dotted keys of a run.
     """
     if (folder / "model.safetensors").is_file():
         return folder
@@ -48,9 +48,9 @@ def drafter(folder: Path = RUN, **changes: Any) -> Path:
     from dspark.distill.config import load_config
     from dspark.distill.run import run_distill
 
-    settings = SMALL | {name.replace("__", "."): value for name, value in changes.items()}
     config = load_config(None, {**settings, "out.dir": str(folder)})
-    return run_distill(config, (folder / "run.yaml").is_file(), Console(file=io.StringIO()))
+    silent = Console(file=io.StringIO(), force_jupyter=False)
+    return run_distill(config, (folder / "run.yaml").is_file(), silent)
 
 
 def show(*paths: Path, only: Sequence[str] = ()) -> None:
@@ -61,12 +61,11 @@ def show(*paths: Path, only: Sequence[str] = ()) -> None:
     """
     from IPython.display import display
 
-    for section in build(find_all(paths)):
-        if section.source:
-            for block in section.blocks:
-                if not only or _name(block) in only:
-                    for shown in _shown(block):
-                        display(shown)
+    sections = [section for section in build(find_all(paths)) if section.source]
+    blocks = [block for section in sections for block in section.blocks]
+    for block in blocks:
+        for shown in _shown(block) if not only or _name(block) in only else ():
+            display(shown)
 
 
 def _name(block: Block) -> str:
