@@ -20,7 +20,7 @@ TEST_BIN := $(VENV)/bin
 PYTEST := $(TEST_BIN)/python -m pytest -n $(PROCESSES) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-drafter demo-pruned test test-slow test-kernels lossless oracles lint docs clean
+.PHONY: help demo demo-drafter demo-pruned test test-slow test-kernels lossless oracles lint docs notebooks clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-13s %s\n", $$1, $$2}'
@@ -69,6 +69,19 @@ lint: $(VENV)/.installed  ## ruff check, ruff format, mypy
 	$(TEST_BIN)/ruff check .
 	$(TEST_BIN)/ruff format --check .
 	$(TEST_BIN)/mypy
+
+# From the repository's root, as the notebooks' own paths are; what they put out is not written back.
+EXECUTE = OMP_NUM_THREADS=1 $(abspath $(TEST_BIN))/jupyter execute --timeout=900
+NOTEBOOKS := notebooks/02_acceptance_analysis.ipynb notebooks/03_calibration_and_policies.ipynb \
+	notebooks/04_pruning_and_linearisation.ipynb notebooks/05_speed_model.ipynb
+
+notebooks: $(VENV)/.notebooks  ## execute every notebook; the first distils the drafter of the others
+	$(EXECUTE) notebooks/01_quickstart.ipynb
+	printf '%s\n' $(NOTEBOOKS) | xargs -P $(PROCESSES) -n 1 env $(EXECUTE)
+
+$(VENV)/.notebooks: $(VENV)/.installed
+	$(VENV)/bin/python -m $(INSTALL) -e ".[notebooks]" -c constraints.txt
+	touch $@
 
 docs: $(VENV)/.docs  ## the documentation, built into site/; stale reference pages are an error
 	$(TEST_BIN)/python docs/make_reference.py --check

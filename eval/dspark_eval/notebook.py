@@ -97,7 +97,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = ""
     from IPython.display import Markdown
 
     lines = [f"**{caption}**", ""] if caption else []
-    lines += ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    lines += ["| " + " | ".join(map(_text, heads)) + " |", "|" + " --- |" * len(heads)]
     lines += ["| " + " | ".join(map(_text, row)) + " |" for row in rows]
     return Markdown("\n".join(lines))
 
