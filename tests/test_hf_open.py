@@ -234,6 +234,13 @@ def test_a_folder_is_distilled_and_drafts(folder: Path, tmp_path: Path) -> None:
     assert written["mask_token_id"] == len(chat_tokenizers.smollm2())  # the first padding row
 
 
+def full_vocabulary(target: Any, tokens: int) -> Any:
+    """As much of a target as a fresh drafter asks for, its tables not padded."""
+    names = ("name", "hidden_size", "num_layers", "tap_kinds", "max_positions")
+    kept = {name: getattr(target, name) for name in names}
+    return SimpleNamespace(**kept, table_size=tokens, vocab_size=tokens, end_token_ids=(2,))
+
+
 def test_a_full_vocabulary_fills_its_blocks_with_a_special_token_that_chats_leave_alone(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -241,19 +248,27 @@ def test_a_full_vocabulary_fills_its_blocks_with_a_special_token_that_chats_leav
     tokenizer = loaded.tokenizer
     tokenizer.add_special_tokens({"extra_special_tokens": ["<spare_a>", "<spare_b>"]})
     tokenizer.chat_template += "{# never <spare_b> #}"
-    tokens = len(tokenizer)
-    full = SimpleNamespace(
-        **{
-            name: getattr(loaded.target, name)
-            for name in ("name", "hidden_size", "num_layers", "tap_kinds", "max_positions")
-        },
-        table_size=tokens,
-        vocab_size=tokens,
-        end_token_ids=(2,),
-    )
+    full = full_vocabulary(loaded.target, len(tokenizer))
     config = settings(folder, tmp_path, tmp_path, drafter__tap_ids=[0, 1])
     chosen = new_drafter(config, full, tokenizer).config.mask_token_id
     assert tokenizer.convert_ids_to_tokens(chosen) == "<spare_a>"
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_vocabulary_without_a_token_to_spare_names_the_padding_token(
+    folder: Path, tmp_path: Path, apart: bool
+) -> None:
+    """Unless padding is what ends a text: then it is in every row, and no advice."""
+    loaded = load_target(folder)
+    tokenizer = loaded.tokenizer
+    tokenizer.add_special_tokens({"pad_token": "<pad>" if apart else tokenizer.eos_token})
+    tokenizer.chat_template += "".join(str(t) for t in tokenizer.added_tokens_decoder.values())
+    full = full_vocabulary(loaded.target, len(tokenizer))
+    config = settings(folder, tmp_path, tmp_path, drafter__tap_ids=[0, 1])
+    with pytest.raises(UserError, match="no special token to spare") as refused:
+        new_drafter(config, full, tokenizer)
+    advice = f"in drafter.mask_token_id, as its padding token, {tokenizer.pad_token_id}"
+    assert (advice in str(refused.value)) == apart
 
 
 def test_opening_a_k3_target_leaves_the_other_adapters_alone() -> None:

@@ -194,9 +194,11 @@ def _mask_token(config: DistillConfig, target: Target, tokenizer: PreTrainedToke
     ]
     if spare:
         return int(max(spare))
+    pad = tokenizer.pad_token_id
+    hint = "" if pad in (None, tokenizer.eos_token_id) else f", as its padding token, {pad}"
     raise UserError(
         f"target {target.name} has no mask token, no unused id and no special token to spare; name "
-        "an id that its texts do not hold in drafter.mask_token_id"
+        f"an id that its texts do not hold in drafter.mask_token_id{hint}"
     )
 
 
