@@ -47,7 +47,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = preset_overrides("kda-pruned") | {
         "target.name": str(pair.target), "data.prompts": [str(base / "prompts.jsonl")],
         "data.max_prompts": None, "data.held_out": 4, "data.max_new_tokens": 20,
-        "data.max_length": 64, "train.max_steps": 3, "train.epochs": 2, "train.anchors": 4,
+        "data.max_length": 64, "data.greedy": 1.0,
+        "train.max_steps": 3, "train.epochs": 2, "train.anchors": 4,
         "eval.prompts": 1, "eval.max_new_tokens": 8, "eval.draft_length": 4,
         "drafter.block_size": 4, "drafter.num_heads": 3, "drafter.num_kv_heads": 3,
         "drafter.head_dim": 16, "drafter.intermediate_size": 48, "drafter.markov_rank": 16,

@@ -86,7 +86,7 @@ def answer_prompts(
     prompts: Sequence[PromptRow],
     settings: ResponseSettings,
     *,
-    greedy: float = 0.0,
+    greedy: float,
     target_digest: str,
     processes: Processes,
     console: Console,
@@ -115,7 +115,19 @@ def answer_prompts(
             rows = build_rows(target, tokenizer, share, own, _advance(reporter))
             with writing(path):
                 rows_to_jsonl(path, rows, key)
+    if greedy and processes.is_main:
+        shares = [(share, own) for _, share, own, _ in jobs]
+        console.print(_greedy_share(greedy, shares), highlight=False, markup=False, soft_wrap=True)
     return _merge([rows_from_jsonl(path, key) for path, _, _, key in jobs])
+
+
+def _greedy_share(
+    asked: float, parts: Sequence[tuple[Sequence[PromptRow], ResponseSettings]]
+) -> str:
+    """What became of the share: it goes by whole parts, so that few prompts may have none."""
+    count = sum(len(share) for share, own in parts if own.temperature == 0)
+    total = sum(len(share) for share, _ in parts)
+    return f"answered at temperature 0: {count} of {total} prompts (data.greedy {asked:g})"
 
 
 def hold_out(rows: RowSet, count: int, seed: int) -> RunRows:

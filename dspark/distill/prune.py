@@ -158,6 +158,7 @@ class _Pruning:
             self.loaded.tokenizer,
             choose_prompts(prompts.rows, config.data.max_prompts),
             response_settings(config.data, config.data_seed),
+            greedy=config.data.greedy,
             target_digest=folder_digest(self.loaded.path),
             processes=self.processes,
             console=self.console,

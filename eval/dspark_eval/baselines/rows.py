@@ -77,6 +77,7 @@ def read_run(run: Path, device: str | None = None) -> RunData:
         loaded.tokenizer,
         choose_prompts(prompts.rows, data.max_prompts),
         response_settings(data, config.data_seed),
+        greedy=data.greedy,
         target_digest=folder_digest(loaded.path),
         processes=processes,
         console=Console(stderr=True, quiet=True),
