@@ -8,10 +8,14 @@ Sampling. With p_t the target's law at token t (same filter, same code), in the 
 probability, and V uniform,
 
     U_t = p_t(tokens before x_t in that order) + V p_t(x_t)        uniform on [0, 1], independent
-    Z   = sum_t (-ln p_t(x_t) - H_t) / sqrt(sum_t Var_t)           normal; Var_t = Var(-ln p_t)
+    S   = sum_t -ln p_t(x_t) - H_t                                 mean 0
+    M   = mean over l in TILTS of exp(l S - sum_t K_t(l))          mean 1, K_t(l) = ln E exp(l s_t)
 
 hold for a text drawn from p and for hardly any other (Rosenblatt 1952). U is held against equal
-bins by chi-square, Z against the normal. Each is tested at `ALPHA` / tests, so that a run of a
+bins by chi-square. S is far from normal where the target is sure (one token of 1 in 1,000 counts
+as much as hundreds of others), but M > 1 / a has a chance of a at most, whatever the laws (Markov;
+a mixture of exponential martingales), so 1 / M serves as its p-value: a bound, most often far above
+the exact one. Each is tested at `ALPHA` / tests, so that a run of a
 right decoder raises an alarm with a chance below `ALPHA`; `detectable_tv` is the total variation
 between the true and the expected law of U's bins that is found with a chance of `POWER`, whatever
 its shape. An error that leaves ranks and surprise alone (equal tokens exchanged) is not seen: for
@@ -36,6 +40,8 @@ from dspark_eval.mismatches import NEAR_TIE_STEPS
 
 POWER = 0.99
 MOST_BINS = 20
+TILTS = tuple(sign * 2.0**step for step in range(-5, 1) for sign in (1, -1))
+"""l of M: one of them is near the best for sums of 20 to 20,000 tokens."""
 SHOWN = 20
 """Greedy mismatches listed one by one."""
 ROWS = 64
@@ -61,6 +67,7 @@ class Evidence:
     edge        tokens at the very edge of a top-k or top-p filter: rounding decides, left out
     impossible  tokens that the filter excludes beyond rounding
     surprise, variance   sums of -ln p - H and of its variance
+    cumulants   sums of K_t(l), one for each of `TILTS`
     """
 
     tokens: int = 0
@@ -69,6 +76,7 @@ class Evidence:
     impossible: int = 0
     surprise: float = 0.0
     variance: float = 0.0
+    cumulants: list[float] = field(default_factory=lambda: [0.0] * len(TILTS))
     not_best: list[NotBest] = field(default_factory=list)
 
 
@@ -160,6 +168,10 @@ def _add_draws(
     variance = (p * surprise.square()).sum(-1) - entropy.square()
     found.surprise += float((-own.squeeze(1)[kept].log() - entropy[kept]).sum())
     found.variance += float(variance[kept].clamp(min=0).sum())
+    p, surprise, entropy = p[kept], surprise[kept], entropy[kept]
+    for at, tilt in enumerate(TILTS):
+        powers = ((tilt - 1) * surprise).masked_fill(p == 0, -torch.inf)  # ln p^(1 - l)
+        found.cumulants[at] += float((powers.logsumexp(-1) - tilt * entropy).sum())
 
 
 def judge(found: Evidence, sampling: SamplingParams, *, tests: int) -> dict[str, Any]:
@@ -206,17 +218,19 @@ def rank_test(ranks: Sequence[float]) -> dict[str, Any] | None:
 
 
 def surprise_test(found: Evidence) -> dict[str, Any] | None:
-    """Z and its two-sided p-value; None where nothing was uncertain.
+    """1 / M as `p`; None where nothing was uncertain.
 
-    `mean` is the mean of -ln p(x) - H per token in nats: above 0 the text is less likely than the
-    target's own.
+    `z` is S in standard deviations; `mean` that of -ln p(x) - H per token in nats: above 0 the text
+    is less likely than the target's own.
     """
     if found.variance <= 0 or len(found.ranks) < FEWEST:
         return None
-    z = found.surprise / math.sqrt(found.variance)
+    exponents = torch.tensor(TILTS, dtype=torch.float64) * found.surprise
+    exponents -= torch.tensor(found.cumulants, dtype=torch.float64)
+    evidence = float(exponents.logsumexp(0)) - math.log(len(TILTS))
     return {
-        "z": z,
-        "p": math.erfc(abs(z) / math.sqrt(2)),
+        "z": found.surprise / math.sqrt(found.variance),
+        "p": math.exp(-max(evidence, 0.0)),
         "mean": found.surprise / len(found.ranks),
     }
 
