@@ -182,8 +182,10 @@ class GraphDecoder:
     def generate_many(self, requests: Sequence[Request]) -> list[Generation]:
         """All of them, in their order; as many at a time as there are seats.
 
-        At temperature 0 each text is that of plain decoding; at others it has the same law, and
-        depends on its seed and index alone, up to rounding between batch shapes.
+        At temperature 0 each text is that of plain decoding; at others it has the same law. With
+        frames of one size it depends on its seed and index alone, up to rounding between batch
+        shapes; a policy's sizes go by all seats, and some by earlier texts or measured times, so
+        that the same seed may then give another sample.
 
         Raises UserError for a wrong request and BadLogits for non-finite logits, which name the
         place in the text.
