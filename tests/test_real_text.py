@@ -157,6 +157,22 @@ def test_two_drafters_are_compared_on_the_same_prompts() -> None:
         compare([cell([1], [1], 0.0)], reference)
 
 
+def test_a_prompt_asked_at_two_temperatures_counts_as_one_prompt() -> None:
+    """The same counts twice say no more than once: the interval is not narrower by sqrt 2."""
+
+    def cells(emitted: list[int]) -> list[dict]:
+        return [
+            {"set": "s", "temperature": temperature, "prompts": len(emitted), "emitted": emitted,
+             "rounds": [10] * len(emitted), "loops": [False] * len(emitted)}
+            for temperature in (0.0, 1.0)
+        ]  # fmt: skip
+
+    found = compare(cells([20, 40, 60, 25, 55, 35]), cells([30] * 6))
+    assert found["all"]["ratio"] == pytest.approx(found["0"]["ratio"])
+    assert found["all"]["ci95"] == pytest.approx(found["0"]["ci95"])
+    assert found["without loops"] == found["all"]
+
+
 def test_jobs_wait_for_what_they_need_and_are_skipped_where_it_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

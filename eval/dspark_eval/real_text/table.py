@@ -2,6 +2,7 @@
 
 Two drafters are compared on the same prompts: the ratio of their accepted lengths, tokens over
 rounds of all cells at a temperature, with a 95 % interval that resamples prompts within their sets.
+A prompt brings all its answers: where temperatures are pooled, those at each of them.
 """
 
 from __future__ import annotations
@@ -90,12 +91,11 @@ def compare(
     temperatures = sorted({cell["temperature"] for cell in cells})
     parts = [(f"{t:g}", [t], True) for t in temperatures]
     for label, chosen, loops in (*parts, ("all", temperatures, True), (CLEAN, temperatures, False)):
-        pairs = [
-            _counts(cell, others[cell["set"], cell["temperature"]], loops)
-            for cell in cells
-            if cell["temperature"] in chosen
-        ]
-        pairs = [pair for pair in pairs if len(pair)]
+        sets: dict[str, np.ndarray] = {}
+        for cell in (cell for cell in cells if cell["temperature"] in chosen):
+            counts = _counts(cell, others[cell["set"], cell["temperature"]], loops)
+            sets[cell["set"]] = sets.get(cell["set"], 0) + counts
+        pairs = [kept for counts in sets.values() if len(kept := counts[counts.any(axis=1)])]
         if not pairs:
             continue
         random = np.random.default_rng(seed)
@@ -110,12 +110,13 @@ def compare(
 
 
 def _counts(cell: dict[str, Any], other: dict[str, Any], loops: bool) -> np.ndarray:
-    """[prompts, 4]: tokens and rounds of the one, then of the other; `loops`: all prompts."""
+    """[prompts, 4]: tokens and rounds of the one, then of the other; nothing of prompts that made
+    one of the two loop, unless `loops`."""
     if cell["prompts"] != other["prompts"]:
         raise UserError(f"{cell['set']}: measured on other prompts than the reference")
     columns = (cell["emitted"], cell["rounds"], other["emitted"], other["rounds"])
     kept = loops | ~(np.array(cell["loops"]) | np.array(other["loops"]))
-    return np.array(columns, dtype=np.float64).T[kept]
+    return np.array(columns, dtype=np.float64).T * np.reshape(kept, (-1, 1))
 
 
 def _ratio(sums: np.ndarray) -> Any:
