@@ -63,6 +63,13 @@ def test_a_template_that_drops_an_empty_thought_from_the_history():
     assert answer_text(chat, QUESTION, written(chat, "Seven.<|im_end|>")) == "Seven."
 
 
+def test_a_template_that_closes_no_turn_does_not_keep_the_end_token():
+    plain = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    prompt = "{% if add_generation_prompt %}assistant: {% endif %}"
+    chat = ChatFormat(chat_tokenizers.tokenizer(plain + prompt, ["</s>"], eos_token="</s>"))
+    assert answer_text(chat, QUESTION, written(chat, "Seven.</s>")) == "Seven."
+
+
 class Asked:
     """Decodes nothing: says one given answer after the other, and keeps what it was asked."""
 

@@ -97,9 +97,9 @@ def answer_text(chat: ChatFormat, messages: Sequence[Message], answer: Generatio
     text = text.removeprefix(before)
     behind = behind.rstrip()
     if answer.finish == "end":
-        if text.endswith(behind):
+        if behind and text.endswith(behind):
             return text.removesuffix(behind)
-        # another end token than the template's closes the turn as well
+        # the template writes none, or another end token than the template's closes the turn
         return chat.decode(answer.tokens[:-1]).removeprefix(before)
     return text
 
