@@ -128,6 +128,10 @@ def test_ratios_speed_and_mismatches_by_hand() -> None:
         (["--compare", "lookup", "plain", "--draft", "x"], "--draft: means something for one"),
         (["--compare", "lookup", "plain", "--run-code"], "--run-code: means something for one"),
         (["--compare", "lookup", "plain", "--n-prompts", "0"], "--n-prompts: expected 1 or more"),
+        (
+            ["--compare", "lookup", "plain", "--protocol", "dspark-paper", "--temperature", "0"],
+            "--temperature: protocol dspark-paper has 1.0, not 0.0",
+        ),
     ],
 )
 def test_wrong_comparisons_are_refused_in_a_line(
@@ -138,6 +142,20 @@ def test_wrong_comparisons_are_refused_in_a_line(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_protocol_and_what_differs_from_it_stand_with_the_numbers(
+    pair: TinyPair, tmp_path: Path
+) -> None:
+    words = ["--compare", "lookup", "plain", "--protocol", "dspark-paper", "--max-new-tokens", "6"]
+    rest = ["--target", str(pair.target), "--suite", str(pair.prompts), "--out", str(tmp_path)]
+    assert console.run(cli.app, ["eval", *words, *rest, "--json"]) == 0
+    document = json.loads((tmp_path / "compare.json").read_text())
+    assert (document["temperature"], document["draft_length"]) == (1.0, 7)
+    assert document["protocol"]["name"] == "dspark-paper"
+    wanted = "protocol dspark-paper: max_new_tokens is 6 here, 2048 there"
+    assert wanted in document["protocol"]["departures"]
+    assert f"warning: {wanted}" in (tmp_path / "compare.md").read_text()
 
 
 def test_a_draft_length_beyond_a_block_is_refused(pair: TinyPair) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import typer
@@ -20,12 +21,14 @@ SHARED = (
     "seed",
 )  # fmt: skip
 """Settings of all contenders, a protocol's in place of defaults."""
-AS_GIVEN = ("target", "threads", "device", "dtype", "out", "suite_dir")
+AS_GIVEN = ("target", "threads", "device", "dtype", "out", "suite_dir", "protocol")
 
 
 def side_by_side(context: typer.Context, settings: Mapping[str, Any]) -> None:
-    """Compare what `--compare` names. Raises UserError for an option of one drafter beside it."""
+    """Compare what `--compare` names. Raises UserError for an option of one drafter beside it, and
+    for one that a protocol has another value of."""
     from dspark_eval.compare import CompareOptions, run_compare
+    from dspark_eval.protocols import check_protocol
 
     given = context.params
     for name in OF_ONE:
@@ -35,6 +38,7 @@ def side_by_side(context: typer.Context, settings: Mapping[str, Any]) -> None:
             raise UserError(
                 f"--{flag}: means something for one drafter alone; leave it or --compare out"
             )
+    check_protocol(given["protocol"], SimpleNamespace(**settings))
     options = CompareOptions(
         contenders=tuple(given["compare"]),
         suites=tuple(given["suite"]),

@@ -35,6 +35,7 @@ from dspark_eval.contenders import PLAIN, Contender, chat_of, open_contender
 from dspark_eval.environment import describe_environment
 from dspark_eval.intervals import paired
 from dspark_eval.long_context import prompts_in_context
+from dspark_eval.protocols import departures, protocol_document
 from dspark_eval.report import progress
 from dspark_eval.settings import PUBLISHED_SEED
 from dspark_eval.speed import Decode, hash_tokens
@@ -49,7 +50,7 @@ class CompareOptions:
     """One call. `contenders`: see `contenders.py`; the first is what others are compared with.
 
     draft_length: None: each its own block. n_prompts, suite_dir: see `load_suites`. out: folder for
-    compare.json and compare.md.
+    compare.json and compare.md. protocol: whose settings these are, said with the numbers.
     Raises UserError for what cannot be compared.
     """
 
@@ -69,6 +70,7 @@ class CompareOptions:
     dtype: str = "float32"
     out: Path | None = None
     suite_dir: Path | None = None
+    protocol: str | None = None
     quiet: bool = False
 
     def __post_init__(self) -> None:
@@ -189,9 +191,10 @@ def compare_all(loaded: Compared, options: CompareOptions) -> dict[str, Any]:
         "draft_length": options.draft_length,
         "verification": options.verification,
         "seed": options.seed,
+        "protocol": protocol_document(options.protocol, options),
         "contenders": [contender.facts() for contender in loaded.contenders],
         "suites": results,
-        "warnings": list(loaded.warnings),
+        "warnings": [*departures(options.protocol, options), *loaded.warnings],
         "environment": describe_environment(loaded.target.device, loaded.target.dtype),
     }
 
