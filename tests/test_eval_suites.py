@@ -11,7 +11,7 @@ import pytest
 
 from dspark.errors import UserError
 from dspark.runtime.cost_model import BatchCosts, CostModel
-from dspark_eval import suite_report
+from dspark_eval import acceptance, suite_report
 from dspark_eval.acceptance import run_eval
 from dspark_eval.bench import bench_pair
 from dspark_eval.pair import Pair, load_pair
@@ -158,6 +158,25 @@ def test_step_times_beside_the_drafter_give_goodput(tiny):
     assert len({round(p["speculative"], 6) for p in points}) == 1
     assert all(p["speedup"] <= 1 for p in points)
     assert any("cost_model.json: measured" in warning for warning in document["warnings"])
+
+
+def test_rounds_of_block_verification_are_not_cut_after_the_fact(tiny):
+    """The same blocks one by one tell; judged as a whole, a shorter one is judged otherwise."""
+    token, block = (
+        run_eval(options(tiny, turns=1, verification=method, temperature=1.0, check_texts=False))
+        for method in ("token", "block")
+    )
+    assert len(token["suites"]["mt-bench"]["thresholds"]) == 10
+    assert block["suites"]["mt-bench"]["thresholds"] is None
+    assert block["suites"]["mt-bench"]["goodput"] is None
+
+
+def test_a_concurrency_that_a_later_set_is_too_small_for_is_refused_at_once(tiny, monkeypatch):
+    monkeypatch.setattr(acceptance, "load_pair", lambda options: pytest.fail("something is loaded"))
+    small = tiny.prompts.with_name("one.jsonl")
+    small.write_text('{"prompt": "Hm?"}\n', encoding="utf-8")
+    with pytest.raises(UserError, match="--concurrency 2: one has 1 prompts"):
+        run_eval(options(tiny, suites=("mt-bench", str(small)), concurrency=(2,)))
 
 
 def test_both_ways_are_timed_at_every_concurrency(tiny):

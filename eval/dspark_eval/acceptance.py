@@ -17,6 +17,7 @@ from dspark.errors import UserError
 from dspark.files import atomic_write_json, prepare_folder
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
+from dspark_eval.concurrency import check_concurrency
 from dspark_eval.confidence import confidence_report as confidence_report
 from dspark_eval.costs import Costs, find_costs
 from dspark_eval.document import SCHEMA_VERSION
@@ -47,6 +48,8 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
             name, n_prompts=options.n_prompts, seed=options.seed, folder=options.suite_dir
         )
     ]
+    for suite in suites:
+        check_concurrency(options.concurrency, len(suite.rows), suite.name)
     twice = [name for name, n in Counter(suite.name for suite in suites).items() if n > 1]
     if twice:
         raise UserError(f"--suite: two sets are called {twice[0]}; rename one, or give it once")

@@ -9,7 +9,7 @@ from typing import Any
 from dspark.runtime.cost_model import CostModel
 from dspark.runtime.records import Generation
 from dspark_eval import fidelity, metrics, outcomes, profiles, sweeps
-from dspark_eval.concurrency import check_concurrency, serve
+from dspark_eval.concurrency import serve
 from dspark_eval.confidence import confidence_report
 from dspark_eval.conversations import Conversation, Turn, broken_notes, hold_conversations
 from dspark_eval.document import run_document
@@ -42,7 +42,6 @@ def eval_suite(run: SuiteRun, advance: Callable[[], None]) -> dict[str, Any]:
     """The keys of a bench run, what concerns plain speed null, and the keys of an evaluation."""
     pair, options, sampling = run.pair, run.options, run.options.sampling()
     prompts = pair.prompt_ids(run.suite)
-    check_concurrency(options.concurrency, len(prompts), run.suite.name)
     held = _hold(run, prompts, run.drafted, advance)
     timings = [conversation.timings for conversation in held]
     require_proposals(timings, pair.drafter_name)
@@ -123,7 +122,8 @@ def _acceptance(
     )
     found = metrics.estimates([conversation.answers for conversation in held], seed=seed)
     positions = metrics.position_estimates(by_prompt, seed=seed)
-    curve = sweeps.threshold_curve(rounds)
+    chain = run.drafted.method == "token"  # block verification of a cut block judges otherwise
+    curve = sweeps.threshold_curve(rounds) if chain else None
     return {
         "accepted_length_without_bonus": metrics.accepted_length_without_bonus(rounds),
         "block_efficiency": found["block_efficiency"].value,
@@ -137,7 +137,7 @@ def _acceptance(
         "lengths_by_entropy": lengths_by_entropy(rounds),
         "thresholds": None if curve is None else [asdict(point) for point in curve],
         "goodput": None
-        if run.cost is None
+        if run.cost is None or not chain
         else [asdict(point) for point in sweeps.goodput(rounds, run.cost)],
     }
 

@@ -3,7 +3,8 @@
 A whole block tells for every shorter cut L what the target would have answered: L + 1 tokens where
 L < a, else what the round gave. Exact for the round, because what is cut behind L changes nothing
 before it; a model of a run, since after a cut the next block would have started elsewhere. Rounds
-that tried siblings, or that a policy had cut already, do not tell: only whole chains count.
+that tried siblings, or that a policy had cut already, do not tell: only whole chains count. Nor do
+rounds of block verification, whose verdict on a position depends on where the block ends.
 """
 
 from __future__ import annotations
