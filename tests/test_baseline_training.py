@@ -16,6 +16,7 @@ from dspark.errors import UserError
 from dspark.files import atomic_write_json
 from dspark.runtime.loading import LoadedTarget
 from dspark_eval.baselines import training
+from dspark_eval.baselines.__main__ import main
 from dspark_eval.baselines.dflash import DFlash, NoHead, without_head
 from dspark_eval.baselines.eagle import EagleConfig, EagleModel
 from dspark_eval.baselines.folders import (
@@ -190,3 +191,14 @@ def test_what_does_not_fit_is_refused_in_a_line(tmp_path: Path) -> None:
         load_eagle(tmp_path / "e", other)
     with pytest.raises(UserError, match="no run here"):
         read_run(tmp_path / "e")
+
+
+def test_what_a_run_has_done_already_is_no_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows are read back, not made: a change to them would be taken and do nothing."""
+    words = ["train", str(tmp_path), "--kind", "eagle3", "--out", str(tmp_path / "out")]
+    assert main([*words, "--set", "data.max_prompts=10"]) == 2
+    assert "--set data.max_prompts: the run's target and rows" in capsys.readouterr().err
+    assert main([*words, "--set", "train.lr=1e-3"]) == 2
+    assert "no run here" in capsys.readouterr().err

@@ -75,8 +75,15 @@ def _table_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> None:
+    settings = parse_settings(options.set) or {}
+    for key in settings:
+        if not key.startswith(("train.", "drafter.")):
+            raise UserError(
+                f"--set {key}: the run's target and rows are taken as they are; expected train.KEY "
+                "or drafter.KEY"
+            )
     data = read_run(options.run, options.device)
-    changed = data.changed(parse_settings(options.set) or {})
+    changed = data.changed(settings)
     data = RunData(changed, data.loaded, data.rows, data.processes)
     train_baseline(data, options.kind, options.out, match=not options.any_size)
 
