@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from dspark.runtime.records import ALL_ACCEPTED, CORRECTED, Generation, RoundRecord
+from dspark.runtime.records import ALL_ACCEPTED, CORRECTED, SIBLING, Generation, RoundRecord
 from dspark_eval.linearisation import order_errors
 from dspark_eval.notebook import coloured, table
 from dspark_eval.token_classes import by_class, hardest, token_class
@@ -48,6 +50,15 @@ def test_acceptance_by_class_by_hand() -> None:
         "words": (2, 0.5),
     }
     assert sum(c.share for c in found.values()) == pytest.approx(1)
+
+
+def test_a_sibling_is_a_miss_of_the_primary() -> None:
+    """first pens | rejected, sibling 12, its bonus full stop"""
+    rounds = [replace(record(0, SIBLING), emitted=2, sibling=1)]
+    (found,) = by_class(
+        [Generation([2, 1, 3], "length", 0.0, 0.0, rounds)], lambda token: token_class(TEXT[token])
+    )
+    assert (found.name, found.judged, found.acceptance) == ("digits", 1, 0.0)
 
 
 def test_corrections_and_what_stood_before_them() -> None:

@@ -1,10 +1,10 @@
 """Which tokens a drafter misses: acceptance by what the target said there, and by who asked.
 
-    C(class) = #accepted / (#accepted + #corrected)      over the target's tokens of a class
+    C(class) = #accepted / (#accepted + #instead)        over the target's tokens of a class
 
-Every token that a round judged is one the target let through (accepted) or chose instead
-(corrected); bonus tokens were not drafted and are left out. So this is conditional acceptance by
-class, all positions taken together. A class is told by the text of the token alone.
+Every token that a round judged is one the target let through (accepted) or took instead (a
+correction or a sibling); bonus tokens were not drafted and are left out. So this is conditional
+acceptance by class, all positions taken together. A class is told by the text of the token alone.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _counts(answer: Generation, name_of: Callable[[int], str]) -> tuple[Counter[
     judged: Counter[str] = Counter()
     accepted: Counter[str] = Counter()
     for token in emitted(answer):
-        if token.kind in ("accepted", "corrected"):
+        if token.kind in ("accepted", "corrected", "sibling"):
             name = name_of(token.token)
             judged[name] += 1
             accepted[name] += token.kind == "accepted"
