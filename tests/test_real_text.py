@@ -26,6 +26,7 @@ from dspark.runtime.plain import DRAWS, generate_batch
 from dspark.runtime.sampling import SamplingParams
 from dspark.taps import TapSet
 from dspark_eval.real_text import schedule
+from dspark_eval.real_text.__main__ import main
 from dspark_eval.real_text.arms import COMPARED
 from dspark_eval.real_text.prompts import Unseen, refuse_seen, training_prompts
 from dspark_eval.real_text.schedule import Job, Study, jobs
@@ -237,3 +238,14 @@ def test_a_batch_row_draws_the_same_alone_past_the_first_numbers() -> None:
         assert generate_batch(target, [prompt], **options, **ends, indices=[index]) == [
             together[index]
         ]
+
+
+def test_answers_of_other_settings_are_not_taken_for_these(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = {"max_new_tokens": 288, "samples": 12, "generated": 1800}
+    (tmp_path / "rows.0.json").write_text(json.dumps({"settings": known}))
+    words = ["answer", str(tmp_path), "--new-tokens", "288"]
+    assert main(words) == 0
+    assert main([*words, "--samples", "3"]) == 2
+    assert "answered with" in capsys.readouterr().err

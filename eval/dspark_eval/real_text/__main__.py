@@ -25,6 +25,7 @@ import yaml
 
 from dspark.devices import find_device
 from dspark.errors import UserError
+from dspark.files import read_json
 from dspark.runtime.loading import LoadedTarget, load_target
 from dspark_eval.real_text.answers import answer, read_rows
 from dspark_eval.real_text.arms import BEST, FROM_TARGET, arm_config, find_arm
@@ -38,7 +39,15 @@ from dspark_eval.study.processes import visible_gpus
 
 def _answer(options: argparse.Namespace) -> None:
     path = options.out / f"rows.{options.shard}.json"
-    if not path.is_file():
+    asked = {
+        "max_new_tokens": options.new_tokens,
+        "samples": options.samples,
+        "generated": options.generated,
+    }
+    if path.is_file():
+        if (known := read_json(path)["settings"]) != asked:
+            raise UserError(f"{path}: answered with {known}, not {asked}; choose another folder")
+    else:
         report = answer(
             _target(options),
             options.prompts,
