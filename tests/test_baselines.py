@@ -19,11 +19,11 @@ from dspark.runtime.records import Proposal
 from dspark.runtime.sampling import Generators, SamplingParams
 from dspark_eval import metrics
 from dspark_eval.baselines.autoregressive import Autoregressive
+from dspark_eval.baselines.base import Baseline, BaselineDecoder
 from dspark_eval.baselines.dflash import DFlash, without_head
 from dspark_eval.baselines.eagle import EagleConfig, EagleModel
 from dspark_eval.baselines.eagle_drafter import Eagle
 from dspark_eval.baselines.lookup import PromptLookup, Seen
-from dspark_eval.baselines.proposer import Proposer, ProposerDecoder
 from dspark_eval.lossless.statistics import fit
 from dspark_eval.lossless.world import reference
 from tests.table_target import TableTarget
@@ -85,7 +85,7 @@ def block_drafter(seed: int = 1) -> DSparkDrafter:
     return drafter.eval().requires_grad_(False)
 
 
-def proposers(of: TableTarget) -> dict[str, Proposer]:
+def ways(of: TableTarget) -> dict[str, Baseline]:
     return {
         "lookup": PromptLookup(5),
         "ar": Autoregressive(TableTarget.random(VOCAB, seed=1), of, 5),
@@ -95,7 +95,7 @@ def proposers(of: TableTarget) -> dict[str, Proposer]:
 
 
 TEXTS = 500
-KINDS = tuple(proposers(target()))
+KINDS = tuple(ways(target()))
 
 
 # ------------------------------------------------------------------ prompt lookup
@@ -135,10 +135,10 @@ def test_lookup_grown_in_pieces_is_lookup_of_the_whole() -> None:
 # ------------------------------------------------------------------ q is what was drawn from
 
 
-class Recorded(Proposer):
+class Recorded(Baseline):
     """Passes proposals on and keeps them, with the text they continue."""
 
-    def __init__(self, inner: Proposer) -> None:
+    def __init__(self, inner: Baseline) -> None:
         self.inner, self.config, self.taps = inner, inner.config, inner.taps
         self.made: list[tuple[list[int], Proposal]] = []
 
@@ -164,10 +164,10 @@ class Recorded(Proposer):
         return made
 
 
-def rounds_of(inner: Proposer, of: TableTarget, params: SamplingParams = ONE) -> Recorded:
+def rounds_of(inner: Baseline, of: TableTarget, params: SamplingParams = ONE) -> Recorded:
     """Many rounds, with rejections in all places."""
     recorded = Recorded(inner)
-    ProposerDecoder(of, recorded).generate(PROMPT, max_new_tokens=40, sampling=params, seed=3)
+    BaselineDecoder(of, recorded).generate(PROMPT, max_new_tokens=40, sampling=params, seed=3)
     return recorded
 
 
@@ -186,9 +186,9 @@ def test_ar_draws_from_its_own_law_whatever_was_rejected_before() -> None:
 @pytest.mark.parametrize("params", [SamplingParams(0.7, 0.9), SamplingParams(1.0, 1.0, 2)])
 def test_drafts_are_filtered_as_the_target_is(params: SamplingParams) -> None:
     of, model = target(), TableTarget.random(VOCAB, seed=1)
-    for proposer in (Autoregressive(model, of, 5), *list(proposers(of).values())[2:]):
-        recorded = Recorded(proposer)
-        text = ProposerDecoder(of, recorded).generate(
+    for baseline in (Autoregressive(model, of, 5), *list(ways(of).values())[2:]):
+        recorded = Recorded(baseline)
+        text = BaselineDecoder(of, recorded).generate(
             PROMPT, max_new_tokens=20, sampling=params, seed=1
         )
         metrics.check_generation(text)
@@ -291,7 +291,7 @@ def test_another_vocabulary_is_refused() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_texts_are_plain_decoding(kind: str) -> None:
     of = target()
-    decoder, accepted = ProposerDecoder(of, proposers(of)[kind]), 0
+    decoder, accepted = BaselineDecoder(of, ways(of)[kind]), 0
     for start in range(4):
         prompt = [start, *PROMPT]
         found = decoder.generate(prompt, max_new_tokens=50, sampling=GREEDY, draft_length=4)
@@ -308,9 +308,9 @@ def joint_law(of: TableTarget, prompt: list[int]) -> Tensor:
     return first[:, None, None] * second[:, :, None] * p
 
 
-def texts_of(proposer: Proposer, of: TableTarget, count: int) -> Tensor:
+def texts_of(baseline: Baseline, of: TableTarget, count: int) -> Tensor:
     """Counts [V, V, V] of the first three tokens after the prompt; rounds draft more than that."""
-    decoder, counts = ProposerDecoder(of, proposer), torch.zeros(VOCAB, VOCAB, VOCAB)
+    decoder, counts = BaselineDecoder(of, baseline), torch.zeros(VOCAB, VOCAB, VOCAB)
     for seed in range(count):
         said = decoder.generate(PROMPT, max_new_tokens=5, sampling=ONE, seed=seed).tokens
         counts[tuple(said[:3])] += 1
@@ -328,14 +328,14 @@ def texts_of(proposer: Proposer, of: TableTarget, count: int) -> Tensor:
 def test_three_tokens_have_the_law_of_the_target(kind: str) -> None:
     # a false alarm once in 10,000 seeds; as many texts show the defect below
     of = target()
-    found = fit(texts_of(proposers(of)[kind], of, TEXTS).flatten(), joint_law(of, PROMPT).flatten())
+    found = fit(texts_of(ways(of)[kind], of, TEXTS).flatten(), joint_law(of, PROMPT).flatten())
     assert found.p > 1e-4
 
 
-class Boast(Proposer):
+class Boast(Baseline):
     """A defect: draws like the model inside and says that each token was certain."""
 
-    def __init__(self, inner: Proposer) -> None:
+    def __init__(self, inner: Baseline) -> None:
         self.inner, self.config, self.taps = inner, inner.config, inner.taps
 
     def new_context(self, batch: int, max_length: int) -> object:
@@ -361,7 +361,7 @@ class Boast(Proposer):
 def test_a_q_that_is_not_what_was_drawn_from_is_found() -> None:
     of = target()
     found = fit(
-        texts_of(Boast(proposers(of)["ar"]), of, TEXTS).flatten(), joint_law(of, PROMPT).flatten()
+        texts_of(Boast(ways(of)["ar"]), of, TEXTS).flatten(), joint_law(of, PROMPT).flatten()
     )
     assert found.p < 1e-6
 
@@ -369,6 +369,6 @@ def test_a_q_that_is_not_what_was_drawn_from_is_found() -> None:
 def test_a_draft_longer_than_the_block_is_refused() -> None:
     of = target()
     with pytest.raises(UserError, match=r"expected 1\.\.5"):
-        ProposerDecoder(of, proposers(of)["lookup"]).generate(
+        BaselineDecoder(of, ways(of)["lookup"]).generate(
             PROMPT, max_new_tokens=5, sampling=GREEDY, draft_length=6
         )

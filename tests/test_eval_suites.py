@@ -186,9 +186,7 @@ def test_both_ways_are_timed_at_every_concurrency(tiny):
     assert [p["same_text"] for p in served] == [3, 2]
     for point in served:
         assert point["speedup"] == pytest.approx(point["speculative"] / point["plain"])
-    low, high = served[0]["speedup_ci95"]
-    assert low <= served[0]["speedup"] <= high
-    assert served[1]["speedup_ci95"] is None  # of one group
+    assert [p["speedup_ci95"] for p in served] == [None, None]  # three groups and one say nothing
     with pytest.raises(UserError, match="--concurrency 4: mt-bench has 3 prompts"):
         run_eval(options(tiny, concurrency=(4,)))
     with pytest.raises(UserError, match="--concurrency: expected 1 or more; got 0"):

@@ -28,11 +28,11 @@ from dspark.runtime.plain import plain_generate
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.target import Target
 from dspark_eval.baselines.autoregressive import Autoregressive
+from dspark_eval.baselines.base import Baseline, BaselineDecoder
 from dspark_eval.baselines.dflash import DFlash
 from dspark_eval.baselines.eagle_drafter import Eagle
 from dspark_eval.baselines.folders import kind_of, open_ar, open_baseline
 from dspark_eval.baselines.lookup import PromptLookup
-from dspark_eval.baselines.proposer import Proposer, ProposerDecoder
 from dspark_eval.speed import Decode
 
 PLAIN, LOOKUP, MODEL = "plain", "lookup", "model:"
@@ -54,7 +54,7 @@ class Contender:
 
     name: str
     kind: str
-    way: SpeculativeDecoder | ProposerDecoder | None
+    way: SpeculativeDecoder | BaselineDecoder | None
     block_size: int
     parameters: int | None
 
@@ -122,20 +122,20 @@ def open_contender(name: str, loaded: LoadedTarget, draft_length: int | None) ->
     return Contender(name, "dspark", way, drafter.config.block_size, _count(drafter))
 
 
-def _proposing(name: str, proposer: Proposer, target: Target) -> Contender:
-    way = ProposerDecoder(target, proposer)
-    block = proposer.config.block_size
-    return Contender(name, proposer.name, way, block, _parameters(proposer))
+def _proposing(name: str, baseline: Baseline, target: Target) -> Contender:
+    way = BaselineDecoder(target, baseline)
+    block = baseline.config.block_size
+    return Contender(name, baseline.name, way, block, _parameters(baseline))
 
 
-def _parameters(proposer: Proposer) -> int | None:
-    if isinstance(proposer, DFlash):
-        drafter = proposer.drafter
+def _parameters(baseline: Baseline) -> int | None:
+    if isinstance(baseline, DFlash):
+        drafter = baseline.drafter
         return _count(drafter) - _count(drafter.markov_head)  # which adds zero
-    if isinstance(proposer, Eagle):
-        return _count(proposer.model)
-    if isinstance(proposer, Autoregressive):
-        model = proposer.model
+    if isinstance(baseline, Eagle):
+        return _count(baseline.model)
+    if isinstance(baseline, Autoregressive):
+        model = baseline.model
         inner = model.parts.model if isinstance(model, HFTarget) else getattr(model, "model", None)
         return _count(inner) if isinstance(inner, nn.Module) else None
     return None

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -92,8 +93,10 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name in ("gpus", "draft_gpus", "rate"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name}: expected more than 0, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(
+                    f"{name}: expected more than 0 and finite, got {getattr(self, name)}"
+                )
         if not 0 < self.share <= 1:
             raise UserError(f"share: expected more than 0 and at most 1, got {self.share}")
         if self.wait_s < 0 or self.draft_wait_s < 0:
@@ -144,6 +147,8 @@ def project(
 
     Raises UserError for a value out of range.
     """
+    if context < 0:
+        raise UserError(f"context: expected 0 tokens or more, got {context}")
     if any(not 0 <= chance <= 1 for chance in conditional):
         raise UserError(f"conditional: expected chances of 0 to 1, got {list(conditional)}")
     most = min(len(conditional), drafter.block_size)

@@ -167,12 +167,13 @@ def print_eval(document: dict[str, Any], console: Console | None = None) -> None
     show(console, table)
     for name, suite in document["suites"].items():
         chances = " ".join(number(value, 2) for value in suite["conditional_acceptance"])
-        console.print(f"{name}: conditional acceptance by position {chances}", highlight=False)
+        said = [f"{name}: conditional acceptance by position {chances}"]
         if suite["confidence"] is not None:
-            console.print(f"{name}: {_confidence_line(suite['confidence'])}", highlight=False)
+            said.append(f"{name}: {_confidence_line(suite['confidence'])}")
         for lines in (outcome_lines, relaxed_line, evaluation_lines):
-            for line in lines(suite, name):
-                console.print(line, highlight=False, soft_wrap=True)
+            said += lines(suite, name)
+        for line in said:
+            console.print(line, highlight=False, soft_wrap=True)
     for warning in document["warnings"]:
         console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
 

@@ -151,7 +151,8 @@ def evaluation_lines(suite: Mapping[str, Any], name: str) -> Iterator[str]:
         yield (
             f"{name}: {counted(point['concurrency'], 'request')} at once, measured: "
             f"{rate(point['speculative'])} tokens/s against {rate(point['plain'])} plain, "
-            f"{number(point['speedup'], 2)}x {interval(point['speedup_ci95'])}, "
+            f"{number(point['speedup'], 2)}x {interval(point['speedup_ci95'])}".rstrip()
+            + ", "
             f"{counted(point['groups'], 'group')}, prefill included"
         )
     for point in suite["goodput"] or ():

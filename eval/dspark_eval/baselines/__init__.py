@@ -6,6 +6,6 @@
     dflash           one block pass, no sequential head (DFlash)
     eagle3           one decoder layer that feeds on its own output (EAGLE-3; Li et al. 2025)
 
-`proposer` says what a way to draft has to offer; one file each says what it does. `python -m
+`base` says what a way to draft has to offer; one file each says what it does. `python -m
 dspark_eval.baselines` trains the last three on the rows of a distillation run and makes the table.
 """

@@ -25,7 +25,7 @@ from dspark.runtime.prefill import read_prompt
 from dspark.runtime.records import Proposal
 from dspark.runtime.sampling import Generators, SamplingParams
 from dspark.runtime.target import Cache, Target
-from dspark_eval.baselines.proposer import Block, Proposer, walk
+from dspark_eval.baselines.base import Baseline, Block, walk
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Read:
     length: int = 0
 
 
-class Autoregressive(Proposer):
+class Autoregressive(Baseline):
     """Drafts with a causal LM. Raises UserError if its vocabulary is not the target's.
 
     Args:

@@ -28,7 +28,7 @@ from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.records import Proposal
 from dspark.runtime.sampling import Generators, SamplingParams
 from dspark.runtime.target import Target
-from dspark_eval.baselines.proposer import Block, Proposer, drawn_apart
+from dspark_eval.baselines.base import Baseline, Block, drawn_apart
 
 
 class NoHead(SequentialHead):
@@ -54,7 +54,7 @@ def without_head(drafter: DSparkDrafter) -> DSparkDrafter:
     return drafter
 
 
-class DFlash(Proposer):
+class DFlash(Baseline):
     """Drafts a block without a walk. Raises UserError if the drafter's head adds anything."""
 
     name = "dflash"

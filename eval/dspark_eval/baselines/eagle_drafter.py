@@ -19,8 +19,8 @@ from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.records import Proposal
 from dspark.runtime.sampling import Generators, SamplingParams
 from dspark.runtime.target import Target
+from dspark_eval.baselines.base import Baseline, Block, walk
 from dspark_eval.baselines.eagle import EagleModel
-from dspark_eval.baselines.proposer import Block, Proposer, walk
 
 
 class Pairs:
@@ -39,7 +39,7 @@ class Pairs:
         self.keys[at : at + len(keys)], self.values[at : at + len(values)] = keys, values
 
 
-class Eagle(Proposer):
+class Eagle(Baseline):
     """Drafts with an EAGLE-3 layer on a target's taps, embedding and LM head."""
 
     name = "eagle3"

@@ -25,10 +25,10 @@ from dspark.files import atomic_folder, atomic_write_json, json_text, read_json
 from dspark.runtime.loading import LoadedTarget, load_target
 from dspark.runtime.target import Target
 from dspark_eval.baselines.autoregressive import Autoregressive
+from dspark_eval.baselines.base import Baseline
 from dspark_eval.baselines.dflash import DFlash
 from dspark_eval.baselines.eagle import EagleConfig, EagleModel
 from dspark_eval.baselines.eagle_drafter import Eagle
-from dspark_eval.baselines.proposer import Proposer
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -70,7 +70,7 @@ def save_ar(
         atomic_write_json(fresh / BASELINE_FILE, {"kind": "ar", **facts})
 
 
-def open_baseline(folder: Path, kind: str, target: Target, block_size: int | None) -> Proposer:
+def open_baseline(folder: Path, kind: str, target: Target, block_size: int | None) -> Baseline:
     """A trained baseline, ready to draft for `target`.
 
     `block_size`: longest proposal of a causal LM, which knows no block; None: 7.

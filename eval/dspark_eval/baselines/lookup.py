@@ -19,7 +19,7 @@ import torch
 
 from dspark.runtime.records import Proposal
 from dspark.runtime.sampling import Generators, SamplingParams
-from dspark_eval.baselines.proposer import Block, Proposer, nothing
+from dspark_eval.baselines.base import Baseline, Block, nothing
 
 LONGEST = 3
 
@@ -48,7 +48,7 @@ class Seen:
         return []
 
 
-class PromptLookup(Proposer):
+class PromptLookup(Baseline):
     """Proposes from the text itself.
 
     Args:

@@ -120,8 +120,14 @@ def _all(options: argparse.Namespace) -> None:
     common += ["--device", options.device]
     training = [part for pair in options.set for part in ("--set", pair)]
     study = Study(options.out, common, options.budget, say, training, options.pass_on.split())
-    study.run(jobs(max(1, len(visible_gpus())), options.seconds))
+    ended = study.run(jobs(max(1, len(visible_gpus())), options.seconds))
     _table(options)
+    missing = [name for name, done in ended.items() if not done]
+    if missing:
+        raise UserError(
+            f"{len(missing)} of {len(ended)} jobs are not done ({', '.join(missing)}); their lines "
+            "say why, the same command goes on with them"
+        )
 
 
 def _target(options: argparse.Namespace) -> LoadedTarget:

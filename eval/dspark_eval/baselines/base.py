@@ -5,7 +5,7 @@ answers one question: which tokens may follow this text, and what distributions 
 from? Rounds, verdict, records and random numbers are the runtime's own, so a proposal is judged
 exactly as any other: lossless if every token was drawn from the q beside it.
 
-One text at a time; between rounds the proposer is told nothing it cannot see in the text, but the
+One text at a time; between rounds the baseline is told nothing it cannot see in the text, but the
 taps of committed tokens if it asks for any.
 
 Letters: B = 1 text, g tokens of a proposal, V vocabulary, N taps, D hidden.
@@ -45,7 +45,7 @@ class Block:
     block_size: int
 
 
-class Proposer(ABC):
+class Baseline(ABC):
     """A way to draft.
 
     Attributes:
@@ -85,26 +85,26 @@ class Proposer(ABC):
         """At most `length` tokens after `text`, which ends with the anchor; fewer, or none, too."""
 
 
-class ProposerRounds(Rounds):
-    """The runtime's rounds with drafts from a proposer."""
+class BaselineRounds(Rounds):
+    """The runtime's rounds with drafts from a baseline."""
 
     def draft(self, seats: Seats, length: int) -> Proposal:
         if length == 0:
             return nothing(seats.anchor.device)
         (text,) = seats.texts
-        proposer = cast(Proposer, self.drafter)
+        baseline = cast(Baseline, self.drafter)
         so_far = [*text.request.prompt_ids, *text.tokens]
-        return proposer.propose(seats.context, so_far, length, self.sampling, seats.draft_draws)
+        return baseline.propose(seats.context, so_far, length, self.sampling, seats.draft_draws)
 
 
-class ProposerDecoder:
-    """A target and a proposer. Raises UserError if the target has not the taps it reads."""
+class BaselineDecoder:
+    """A target and a baseline. Raises UserError if the target has not the taps it reads."""
 
-    def __init__(self, target: Target, proposer: Proposer) -> None:
-        self.target, self.proposer = target, proposer
+    def __init__(self, target: Target, baseline: Baseline) -> None:
+        self.target, self.baseline = target, baseline
         # the part of the protocol that rounds use; the rest of it is how a block is drafted
-        self._drafter = cast(Drafter, proposer)
-        if proposer.taps is not None:
+        self._drafter = cast(Drafter, baseline)
+        if baseline.taps is not None:
             check_taps(target, self._drafter)
         self._head = DraftHead(target, None)
 
@@ -120,18 +120,18 @@ class ProposerDecoder:
         end_token_ids: Collection[int] | None = None,
         seed: int = 0,
     ) -> Generation:
-        """As `SpeculativeDecoder.generate`; `draft_length` None: the proposer's longest."""
+        """As `SpeculativeDecoder.generate`; `draft_length` None: the baseline's longest."""
         if draft_length is not None:
             check_draft_length(self._drafter, draft_length)
         request = Request(prompt_ids, max_new_tokens, end_token_ids=end_token_ids, seed=seed)
         text = Text(self.target, request)
         policy = Fixed(draft_length)
-        rounds = ProposerRounds(
+        rounds = BaselineRounds(
             self.target, self._drafter, self._head, sampling, policy, method=method
         )
         start = clock(self.target.device)
         seats = begin(rounds, text, PREFILL_CHUNK)
-        self.proposer.read(seats.context, prompt_ids)
+        self.baseline.read(seats.context, prompt_ids)
         decode_start = clock(self.target.device)
         while not text.finished:
             rounds.run(seats)
