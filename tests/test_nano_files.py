@@ -12,7 +12,7 @@ import pytest
 from dspark.errors import UserError
 from dspark.nano.generate import row
 from dspark.nano.overlap import THRESHOLD, EvaluationIndex, find_hits, read_questions, trigrams
-from dspark.nano.prompts import more_prompts, prompt_files, write_prompts
+from dspark.nano.prompts import main, more_prompts, prompt_files, write_prompts
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 
@@ -100,3 +100,16 @@ def test_data_stays_small() -> None:
     sizes = {p: p.stat().st_size for p in DATA.rglob("*") if p.is_file()}
     assert sum(sizes.values()) <= 12 * 2**20
     assert sum(size for p, size in sizes.items() if p.parent.name == "prompts") < 2**20
+
+
+def test_a_place_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("here", "utf-8")
+    monkeypatch.setattr("sys.argv", ["prompts", "--out", str(taken), "--more", "1"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert told == f"--out {taken}: cannot be written (File exists)\n"

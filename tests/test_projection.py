@@ -104,3 +104,14 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "expected at least that" in capsys.readouterr().err
     found = project(K3, K3_DRAFTER, Machine(), [0.9])
     assert table(found, Machine()).endswith("A projection from bytes, not a measurement.")
+
+
+def test_a_rate_without_end_and_a_negative_context_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for option, value, said in (("--rate", "inf", "rate:"), ("--context", "-5", "context:")):
+        assert main(["--conditional", "0.9", option, value]) == 2
+        told = capsys.readouterr()
+        assert said in told.err
+        assert told.err.count("\n") == 1
+        assert not told.out

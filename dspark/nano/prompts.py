@@ -104,7 +104,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=MORE_SEED, help="of --more")
     given = parser.parse_args()
     files = {"more.jsonl": more_prompts(given.more, given.seed)} if given.more else prompt_files()
-    write_prompts(given.out, files)
+    try:
+        write_prompts(given.out, files)
+    except OSError as error:
+        parser.exit(2, f"--out {given.out}: cannot be written ({error.strerror})\n")
 
 
 def _positive(text: str) -> int:
