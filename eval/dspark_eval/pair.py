@@ -103,6 +103,11 @@ def load_pair(options: BenchOptions | EvalOptions | CalibrateOptions) -> Pair:
     draft_length = check_draft_length(options.draft_length, config.block_size)
     dtype = getattr(torch, options.dtype)
     loaded = load_target(options.target, dtype=dtype, device=device)
+    if options.max_new_tokens > loaded.target.max_positions:
+        raise UserError(
+            f"--max-new-tokens {options.max_new_tokens}: target {loaded.target.name} reads "
+            f"{loaded.target.max_positions} tokens; expected at most so many"
+        )
     same_tokenizer = check_stored_tokenizer(options.draft, loaded.tokenizer)
     drafter = load_drafter(options.draft, loaded.target, dtype=dtype, device=device)
     chat = trained_format(options.draft, config.target, loaded.tokenizer)

@@ -82,6 +82,8 @@ def _train(options: argparse.Namespace) -> None:
                 f"--set {key}: the run's target and rows are taken as they are; expected train.KEY "
                 "or drafter.KEY"
             )
+    if options.out.exists() and not options.out.is_dir():
+        raise UserError(f"--out {options.out}: expected a folder; this is a file")
     data = read_run(options.run, options.device)
     changed = data.changed(settings)
     data = RunData(changed, data.loaded, data.rows, data.processes)
@@ -126,6 +128,8 @@ def train_baseline(data: RunData, kind: str, out: Path, *, match: bool) -> dict[
 
 
 def _measure(options: argparse.Namespace) -> None:
+    if options.out.is_dir() or not options.out.resolve().parent.is_dir():
+        raise UserError(f"--out {options.out}: expected a file in a folder that is there")
     torch.set_num_threads(1)
     document = measure(
         options.contender,

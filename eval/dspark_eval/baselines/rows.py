@@ -48,6 +48,10 @@ class RunData:
         values = self.config.to_dict()
         for dotted, value in settings.items():
             section, _, key = dotted.partition(".")
+            if key not in values.get(section, {}):
+                raise UserError(
+                    f"--set {dotted}: no such setting; docs/reference/config.md has all"
+                )
             values[section][key] = value
         return config_from_dict(values)
 

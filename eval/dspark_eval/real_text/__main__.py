@@ -38,6 +38,10 @@ from dspark_eval.study.processes import visible_gpus
 
 
 def _answer(options: argparse.Namespace) -> None:
+    if options.shards < 1 or not 0 <= options.shard < options.shards:
+        raise UserError(f"--shard {options.shard}: expected 0..{options.shards - 1} of --shards")
+    if options.samples < 0 or options.generated < 0 or not options.samples + options.generated:
+        raise UserError("--samples, --generated: expected 0 or more, and not 0 both")
     path = options.out / f"rows.{options.shard}.json"
     asked = {
         "max_new_tokens": options.new_tokens,
