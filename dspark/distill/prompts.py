@@ -9,8 +9,8 @@ One JSON object a line, with exactly one of
 Later ``turns`` need the target's own answers in between: they are no part of the conversation, but
 kept in ``later_turns`` for whoever has those answers, and counted. ``METADATA_FIELDS`` are kept
 when they are scalars; of the other fields only a declaration of ``tools`` counts, since it would
-change what the target is shown. Strings stay strings: only the standard JSON reader touches them, so a date or a
-quoted number arrives as it was written.
+change what the target is shown. Strings stay strings: only the standard JSON reader touches them,
+so a date or a quoted number arrives as it was written.
 
 A line that is no usable conversation (see ``messages.py``) is skipped and counted with its reason
 and place, or, with ``strict``, is an error. Files are read line by line: neither a large file nor
