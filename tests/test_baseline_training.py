@@ -28,6 +28,7 @@ from dspark_eval.baselines.folders import (
     save_eagle,
 )
 from dspark_eval.baselines.rows import RunData, read_run
+from dspark_eval.equal_size import matched_width
 from tests import distill_setup
 from tests.toy_target import ToyTarget
 
@@ -155,9 +156,9 @@ def test_a_head_of_nothing_stays_nothing() -> None:
 
 def test_widths_are_matched_to_the_nearest_eight() -> None:
     # 1,000 + 30 w: 100,000 is nearest at w = 3,300 = 8 x 412.5
-    assert training.matched_width(lambda w: 1000 + 30 * w, 100_000) in (3296, 3304)
-    assert training.matched_width(lambda w: 1000 + 30 * w, 1000 + 30 * 64) == 64
-    assert training.matched_width(lambda w: 1000 + 30 * w, 0) == 8
+    assert matched_width(lambda w: 1000 + 30 * w, 100_000) in (3296, 3304)
+    assert matched_width(lambda w: 1000 + 30 * w, 1000 + 30 * 64) == 64
+    assert matched_width(lambda w: 1000 + 30 * w, 0) == 8
 
 
 def test_folders_open_as_what_they_are(tmp_path: Path) -> None:

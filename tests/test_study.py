@@ -16,11 +16,12 @@ from dspark.distill.config import load_config
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, read_json
 from dspark.runtime.loading import load_target
+from dspark_eval.equal_size import count_parameters
 from dspark_eval.study import runs
 from dspark_eval.study.arms import STUDIES, Arm, Study, find_study
 from dspark_eval.study.plan import Plan
 from dspark_eval.study.processes import Devices, call_module, together
-from dspark_eval.study.runs import count_parameters, pace, run_folder, run_study
+from dspark_eval.study.runs import pace, run_folder, run_study
 from tests.tiny_pair import TinyPair, write_pair
 
 every_study = pytest.mark.parametrize("study", STUDIES.values(), ids=lambda study: study.name)

@@ -26,12 +26,12 @@ from dspark.distill.answers import (
     response_settings,
 )
 from dspark.distill.config import DistillConfig, config_from_dict, load_config
-from dspark.distill.fresh import new_drafter
 from dspark.distill.processes import Processes
 from dspark.distill.prompts import read_prompts
 from dspark.distill.run import ROWS, RUN_FILE, prompt_files
 from dspark.errors import UserError
 from dspark.runtime.loading import LoadedTarget, load_target
+from dspark_eval.equal_size import count_parameters
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ class RunData:
 
     def parameters(self) -> int:
         """Trainable parameters of the run's own drafter."""
-        drafter = new_drafter(self.config, self.loaded.target, self.loaded.tokenizer)
-        return sum(p.numel() for p in drafter.parameters())
+        return count_parameters(self.config, self.loaded)
 
 
 def read_run(run: Path, device: str | None = None) -> RunData:

@@ -39,6 +39,7 @@ from dspark.taps import TapSet
 from dspark_eval.baselines.dflash import NoHead, without_head
 from dspark_eval.baselines.eagle import EagleConfig, EagleModel
 from dspark_eval.baselines.rows import RunData
+from dspark_eval.equal_size import matched_width
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -47,7 +48,6 @@ STEP_WEIGHT = 0.8
 """EAGLE-3: slot k weighs 0.8^k."""
 EAGLE_TAPS = 3
 AR_LAYERS = 2
-WIDTH_STEP = 8
 
 
 @dataclass(frozen=True)
@@ -255,9 +255,3 @@ def feature_source(data: RunData, taps: TapSet) -> FeatureSource:
 def count(module: nn.Module) -> int:
     """Trainable parameters, shared ones once."""
     return sum(p.numel() for p in module.parameters())
-
-
-def matched_width(parameters: Callable[[int], int], goal: int) -> int:
-    """The MLP width, a multiple of 8, that comes nearest to `goal` parameters; they are linear."""
-    low, high = parameters(WIDTH_STEP), parameters(2 * WIDTH_STEP)
-    return WIDTH_STEP * max(1, round(1 + (goal - low) / (high - low)))

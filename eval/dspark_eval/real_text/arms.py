@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from dspark.distill.config import DistillConfig, load_config
-from dspark.distill.fresh import new_drafter
 from dspark.errors import UserError
 from dspark.runtime.loading import LoadedTarget
+from dspark_eval.equal_size import count_parameters, matched_width
 from dspark_eval.study.arms import DEEPSPEC, Arm
 
 REFERENCE = "deepspec"
@@ -96,12 +96,13 @@ def arm_config(arm: Arm, loaded: LoadedTarget, more: dict[str, Any]) -> DistillC
     config = _config(arm, loaded, more)
     if arm.name not in MATCHED or "drafter.intermediate_size" in more:
         return config
-    goal = parameters(_config(ARMS[REFERENCE], loaded, more), loaded)
+    goal = count_parameters(_config(ARMS[REFERENCE], loaded, more), loaded)
     key = "drafter.intermediate_size"
-    low, high = (parameters(_config(arm, loaded, more | {key: width}), loaded) for width in (8, 16))
-    width = 8 * max(1, round(1 + (goal - low) / (high - low)))  # parameters are linear in it
+    width = matched_width(
+        lambda w: count_parameters(_config(arm, loaded, more | {key: w}), loaded), goal
+    )
     config = _config(arm, loaded, more | {key: width})
-    found = parameters(config, loaded)
+    found = count_parameters(config, loaded)
     if abs(found / goal - 1) > TOLERANCE:
         raise UserError(f"{arm.name}: {found} parameters at MLP width {width}, {goal} wanted")
     return config
@@ -111,9 +112,3 @@ def _config(arm: Arm, loaded: LoadedTarget, more: dict[str, Any]) -> DistillConf
     settings = {**SHAPE, **arm.settings, "train.epochs": ENDLESS, **more}
     own = {key: value for key, value in settings.items() if value is not None}
     return load_config(None, {**own, "target.name": loaded.target.name})
-
-
-def parameters(config: DistillConfig, loaded: LoadedTarget) -> int:
-    """Trainable parameters of the drafter that a configuration describes."""
-    drafter = new_drafter(config, loaded.target, loaded.tokenizer)
-    return sum(p.numel() for p in drafter.parameters())

@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dspark.distill.config import DistillConfig, load_config
-from dspark.distill.fresh import new_drafter
+from dspark.distill.config import load_config
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, atomic_write_text, read_json
 from dspark.runtime.loading import LoadedTarget, load_target
 from dspark.wording import counted
+from dspark_eval.equal_size import count_parameters, matched_width
 from dspark_eval.study.arms import Arm, Settings
 from dspark_eval.study.drafting import DRAFTING_FILE
 from dspark_eval.study.long import LONG_FILE
@@ -105,12 +105,6 @@ def run_folder(out: Path, arm: str, seed: int) -> Path:
     return out / arm / f"seed-{seed}"
 
 
-def count_parameters(config: DistillConfig, loaded: LoadedTarget) -> int:
-    """Trainable parameters of the drafter that a configuration describes."""
-    drafter = new_drafter(config, loaded.target, loaded.tokenizer)
-    return sum(p.numel() for p in drafter.parameters())
-
-
 def _matched(plan: Plan, arm: Arm, loaded: LoadedTarget, say: Say) -> dict[str, Any]:
     """The arm's settings, its MLP as wide as it takes to have the reference's parameters."""
     settings, reference = plan.settings(arm), plan.study.reference
@@ -118,13 +112,13 @@ def _matched(plan: Plan, arm: Arm, loaded: LoadedTarget, say: Say) -> dict[str, 
         return settings
     goal = count_parameters(load_config(None, plan.settings(reference)), loaded)
     key = "drafter.intermediate_size"
-    low, high = (
-        count_parameters(load_config(None, settings | {key: width}), loaded) for width in (8, 16)
-    )
-    # parameters are linear in the width, which stays a multiple of 8
-    width = 8 * max(1, round(1 + (goal - low) / (high - low)))
+
+    def size(width: int) -> int:
+        return count_parameters(load_config(None, settings | {key: width}), loaded)
+
+    width = matched_width(size, goal)
+    found = size(width)
     settings |= {key: width}
-    found = count_parameters(load_config(None, settings), loaded)
     if abs(found / goal - 1) > PARAMETER_TOLERANCE:
         raise UserError(
             f"arm {arm.name}: {found} parameters at MLP width {width}, {goal} wanted; "
