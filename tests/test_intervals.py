@@ -8,7 +8,15 @@ from scipy import stats
 
 from dspark.runtime.records import Generation
 from dspark_eval import metrics
-from dspark_eval.intervals import MIN_PROMPTS, Estimate, estimate, paired, share
+from dspark_eval.intervals import (
+    MIN_PROMPTS,
+    Estimate,
+    estimate,
+    over_seeds,
+    paired,
+    share,
+    student_quantile,
+)
 from tests.test_metrics import answer, record
 
 
@@ -126,3 +134,54 @@ def test_positions_have_their_own_n():
     assert [e.n for e in survival] == [3.0, 3.0, 2.0]
     assert [e.n_prompts for e in survival] == [2, 2, 1]
     assert conditional[2].ci95 is None
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 2.7, 10, 300])
+def test_students_quantile(freedom):
+    """scipy as the oracle."""
+    assert student_quantile(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-6)
+
+
+def counts(rng, length, prompts, seeds, spread):
+    """[seeds, prompts, 2]: 20 rounds a prompt; prompts and seeds each shift the accepted length."""
+    seed = length * np.exp(spread * rng.normal(size=(seeds, 1)))
+    emitted = 20 * seed * prompts + rng.normal(0, 3, (seeds, len(prompts)))
+    return np.stack([emitted, np.full_like(emitted, 20)], axis=-1)
+
+
+def test_an_interval_over_seeds_covers_and_one_over_prompts_does_not():
+    """Two recipes that are worth the same, seeds that differ by 5 %: 3 seeds each, 60 prompts.
+
+    Of 200 pairs at least 90 % have to hold 1 (95 % less three standard errors of 1.5 %).
+    """
+    held, by_prompts = 0, 0
+    for trial in range(200):
+        rng = np.random.default_rng(trial)
+        prompts = rng.uniform(0.7, 1.3, 60)
+        ours, theirs = (counts(rng, 2.5, prompts, 3, 0.05) for _ in range(2))
+        low, high = over_seeds(ours, theirs).ci95
+        held += low <= 1 <= high
+        low, high = paired(ours.sum(0), theirs.sum(0)).ratio_ci95
+        by_prompts += low <= 1 <= high
+    assert held >= 0.90 * 200
+    assert by_prompts < 0.6 * 200
+
+
+def test_an_interval_over_seeds_by_hand():
+    """Prompts alike: only seeds count. Logs 0 and 2a against one run without a seed."""
+    ours = np.array([[[10.0, 10], [10, 10]], [[12, 10], [12, 10]]])
+    theirs = np.array([[[10.0, 10], [10, 10]]])
+    found = over_seeds(ours, theirs)
+    log = np.log(1.2)
+    assert found.ratio == pytest.approx(1.1)
+    assert found.per_seed == ((1.0, 1.2), (1.0,))
+    assert found.prompts_sd == pytest.approx(0, abs=1e-12)
+    assert found.seeds_sd == pytest.approx(log / 2)  # sd = log / sqrt 2, over sqrt 2 seeds
+    assert found.freedom == pytest.approx(1)
+    half = stats.t.ppf(0.975, 1) * log / 2
+    assert found.ci95 == pytest.approx((1.1 * np.exp(-half), 1.1 * np.exp(half)))
+    alike = over_seeds(theirs, theirs)
+    assert (alike.ratio, alike.ci95, alike.seeds_sd) == (1.0, (1.0, 1.0), None)
+    assert over_seeds(ours[:, :1], theirs[:, :1]).ci95 is None
+    with pytest.raises(ValueError, match="prompts and counts"):
+        over_seeds(ours, theirs[:, :1])

@@ -39,11 +39,12 @@ from dspark_eval import metrics
 from dspark_eval.environment import describe_environment
 from dspark_eval.frame_runs import Run, Subject, decode, divergences, experts_per_frame, of_frames
 from dspark_eval.frame_speed import open_subject
+from dspark_eval.intervals import ratio_of_ratios
 from dspark_eval.policies.sets import MIX, prompt_sets
 from dspark_eval.suites import load_suites
 
 PLAIN = "plain"
-PAUSE = 32
+PAUSES = (32, 1024)
 
 
 class Always:
@@ -98,8 +99,8 @@ class Ways:
         costs = BatchCosts(seats, self.seconds[0], {1: 0.0}, verify, 0.0)
         cost = CostModel((costs,), "frames", "frames", 0)
         sizes = self.sized.sizes
-        self.rules["throughput"] = ByRate(cost, sizes[1:], seats, PAUSE)
-        self.rules["auto"] = ByRate(cost, sizes, seats, PAUSE)
+        self.rules["throughput"] = ByRate(cost, sizes[1:], seats, PAUSES)
+        self.rules["auto"] = ByRate(cost, sizes, seats, PAUSES)
         for name in ("throughput", "auto"):
             self._all(name, prompts, new, Run())
 
@@ -158,7 +159,7 @@ def describe(runs: dict[str, Run], ways: Ways, prompts: list[list[int]]) -> dict
         both = np.stack([run.tokens, run.seconds, plain.tokens, plain.seconds], axis=1)
         entry = run.document() | {
             "speedup": run.rate() / plain.rate(),
-            "speedup_ci95": metrics.bootstrap_ci95(both, _ratio),
+            "speedup_ci95": metrics.bootstrap_ci95(both, ratio_of_ratios),
             "sizes": {str(size): n for size, n in sorted(Counter(run.frame_sizes).items())},
         }
         if name != PLAIN:
@@ -168,10 +169,6 @@ def describe(runs: dict[str, Run], ways: Ways, prompts: list[list[int]]) -> dict
             entry["divergences"] = divergences(target, prompts, plain, run)
         found[name] = entry
     return found
-
-
-def _ratio(sums: np.ndarray) -> np.ndarray:
-    return (sums[0] / sums[1]) / (sums[2] / sums[3])
 
 
 def sets(options: argparse.Namespace) -> dict[str, list[Any]]:

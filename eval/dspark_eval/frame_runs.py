@@ -25,6 +25,7 @@ from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
 from dspark_eval.device_profile import profile
 from dspark_eval.energy import EnergyMeter
+from dspark_eval.intervals import ratio_of_ratios
 from dspark_eval.mismatches import NEAR_TIE_STEPS, first_divergence, top2_gap
 
 PROFILED = 20
@@ -125,7 +126,7 @@ def compare(
         "plain": slow.document(),
         "speculative": quick.document(),
         "speedup": quick.rate() / slow.rate(),
-        "speedup_ci95": metrics.bootstrap_ci95(both, _ratio),
+        "speedup_ci95": metrics.bootstrap_ci95(both, ratio_of_ratios),
         "accepted_length": metrics.accepted_length(rounds),
         "accepted_length_ci95": metrics.accepted_length_ci95(by_prompt),
         "conditional_acceptance": metrics.conditional_acceptance(rounds),
@@ -135,10 +136,6 @@ def compare(
         if greedy
         else None,
     }
-
-
-def _ratio(sums: np.ndarray) -> np.ndarray:
-    return (sums[0] / sums[1]) / (sums[2] / sums[3])
 
 
 def distinct_experts(

@@ -9,6 +9,7 @@ prompts). Rounds of one prompt resemble each other, so prompts are resampled, ne
                 Hinkley 1997, 2.4)
     in pairs    two drafters on the same prompts: a resampled prompt brings the counts of both, so
                 that easy and hard prompts do not count as differences between drafters
+    over seeds  two recipes, each trained from several seeds: `over_seeds`
 
 Below `MIN_PROMPTS` prompts the interval itself is not to be relied on, and `few` says so.
 """
@@ -125,12 +126,12 @@ def paired(
     sums = rows.sum(axis=0)
     mine, other = rows[:, 0] / rows[:, 1], rows[:, 2] / rows[:, 3]
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = float(_ratio_of_ratios(sums))
+        ratio = float(ratio_of_ratios(sums))
     return Paired(
         ours=float(sums[0] / sums[1]),
         theirs=float(sums[2] / sums[3]),
         ratio=ratio if np.isfinite(ratio) else None,
-        ratio_ci95=bootstrap_ci95(rows, _ratio_of_ratios, seed=seed),
+        ratio_ci95=bootstrap_ci95(rows, ratio_of_ratios, seed=seed),
         difference=float(_difference(sums)),
         difference_ci95=bootstrap_ci95(rows, _difference, seed=seed),
         wins=float(((mine > other) + 0.5 * (mine == other)).mean()),
@@ -139,11 +140,86 @@ def paired(
     )
 
 
+@dataclass(frozen=True)
+class OverSeeds:
+    """Two recipes, each trained from several seeds and measured on the same prompts.
+
+    ratio       ours over theirs, all seeds pooled
+    ci95        over prompts and seeds; None below two prompts
+    prompts_sd  standard error of log ratio from the choice of prompts
+    seeds_sd    that from the choice of seeds; None where neither side has two
+    freedom     of Student's t
+    per_seed    pooled figures of each seed, ours and theirs
+    """
+
+    ratio: float
+    ci95: Interval | None
+    prompts_sd: float | None
+    seeds_sd: float | None
+    freedom: float | None
+    per_seed: tuple[tuple[float, ...], tuple[float, ...]]
+
+
+def over_seeds(ours: np.ndarray, theirs: np.ndarray, *, seed: int = 0) -> OverSeeds:
+    """Compare two figures, [seeds, prompts, 2] counts each: numerator and denominator.
+
+    A trained drafter stands for its recipe, and another seed would have given another: with r_s
+    the log of a side's pooled figure of seed s,
+
+        V   = V_prompts + var(r_s of ours) / seeds + var(r_s of theirs) / seeds
+        log ratio  +-  t_f sqrt V
+
+    V_prompts is the bootstrap's over prompts, f Welch's and Satterthwaite's degrees of freedom
+    (1947) of the three parts: with three seeds f is small and t far above 1.96, where resampling
+    three seeds would claim to know their spread. Part of the spread of r_s comes from sampled
+    tokens, which V_prompts holds too: the interval is rather too wide. A side of one seed adds
+    nothing, which is right for what is not trained and for nothing else.
+
+    Raises ValueError if the prompts are not the same number.
+    """
+    if ours.shape[1:] != theirs.shape[1:]:
+        raise ValueError(f"prompts and counts {ours.shape[1:]} of ours, {theirs.shape[1:]}")
+    rows = np.concatenate([ours.sum(0), theirs.sum(0)], axis=1).astype(np.float64)
+    ratio, n = float(ratio_of_ratios(rows.sum(0))), len(rows)
+    sides = [side.sum(1)[:, 0] / side.sum(1)[:, 1] for side in (ours, theirs)]
+    per_seed = (tuple(map(float, sides[0])), tuple(map(float, sides[1])))
+    logs = np.log(_resampled(rows, ratio_of_ratios, seed))
+    if not logs.size:
+        return OverSeeds(ratio, None, None, None, None, per_seed)
+    parts = [(float(logs.var()), n - 1)]
+    several = [np.log(side) for side in sides if len(side) > 1]
+    parts += [(float(side.var(ddof=1)) / len(side), len(side) - 1) for side in several]
+    total = sum(part for part, _ in parts)
+    freedom = total**2 / sum(part**2 / f for part, f in parts) if total else float(n - 1)
+    half = student_quantile(freedom) * total**0.5
+    return OverSeeds(
+        ratio,
+        (ratio * float(np.exp(-half)), ratio * float(np.exp(half))),
+        parts[0][0] ** 0.5,
+        sum(part for part, _ in parts[1:]) ** 0.5 if several else None,
+        freedom,
+        per_seed,
+    )
+
+
+def student_quantile(freedom: float, within: float = 0.95) -> float:
+    """t such that a Student variable of `freedom` > 0 degrees lies within [-t, t] with that chance.
+
+    With x = sqrt(f) tan a the density is proportional to cos(a)^(f - 1) da.
+    """
+    angle = np.linspace(0, np.pi / 2, 200_001)
+    middle = (angle[1:] + angle[:-1]) / 2
+    mass = np.cumsum(np.cos(middle) ** (freedom - 1))
+    at = np.interp(within, mass / mass[-1], angle[1:])
+    return float(freedom**0.5 * np.tan(at))
+
+
 def _ratio(sums: np.ndarray) -> np.ndarray:
     return sums[0] / sums[1]
 
 
-def _ratio_of_ratios(sums: np.ndarray) -> np.ndarray:
+def ratio_of_ratios(sums: np.ndarray) -> np.ndarray:
+    """(x / y) / (x' / y') of four sums [4, ...]: ours over theirs."""
     return (sums[0] / sums[1]) / (sums[2] / sums[3])
 
 
@@ -165,18 +241,27 @@ def bootstrap_ci95(
     counts, so one multinomial matrix [B, n] times the rows [n, c] gives every resample at once.
     None below two prompts: one prompt says nothing about the next.
     """
-    rows = np.asarray(per_prompt, dtype=np.float64)
-    if len(rows) < 2:
-        return None
-    n = len(rows)
-    counts = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=resamples)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        values = statistic((counts @ rows).T)
-    values = values[np.isfinite(values)]
+    values = _resampled(np.asarray(per_prompt, dtype=np.float64), statistic, seed, resamples)
     if values.size == 0:
         return None
     low, high = np.percentile(values, (2.5, 97.5))
     return float(low), float(high)
+
+
+def _resampled(
+    rows: np.ndarray,
+    statistic: Callable[[np.ndarray], np.ndarray],
+    seed: int,
+    resamples: int = BOOTSTRAP_RESAMPLES,
+) -> np.ndarray:
+    """The statistic of every draw of n prompts that has one; none below two prompts."""
+    n = len(rows)
+    if n < 2:
+        return np.empty(0)
+    counts = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=resamples)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = statistic((counts @ rows).T)
+    return values[np.isfinite(values)]
 
 
 def ratio_ci95(

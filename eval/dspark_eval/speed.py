@@ -17,6 +17,7 @@ import numpy as np
 
 from dspark.runtime.records import Generation, RoundRecord
 from dspark_eval import metrics, outcomes
+from dspark_eval.intervals import ratio_of_ratios
 from dspark_eval.transformers_peer import PEER_NAME, PeerTiming, TransformersPeer
 
 Decode = Callable[[list[int], int], Generation]
@@ -94,10 +95,6 @@ def _rate(sums: np.ndarray) -> np.ndarray:
     return sums[0] / sums[1]
 
 
-def _speedup(sums: np.ndarray) -> np.ndarray:
-    return (sums[0] / sums[1]) / (sums[2] / sums[3])
-
-
 def _finite(value: np.ndarray) -> float | None:
     """A scalar result, None where it had nothing to divide by."""
     return float(value) if np.isfinite(value) else None
@@ -112,13 +109,13 @@ def summarize(timings: Sequence[PromptTimings], *, seed: int) -> dict[str, Any]:
     rounds = metrics.pool(by_prompt)
     with np.errstate(divide="ignore", invalid="ignore"):
         plain_rate, fast_rate = _rate(plain.sum(0)), _rate(fast.sum(0))
-        speedup = _speedup(both.sum(0))
+        speedup = ratio_of_ratios(both.sum(0))
     return {
         "n_prompts": len(timings),
         "plain_tokens_per_s": _finite(plain_rate),
         "speculative_tokens_per_s": _finite(fast_rate),
         "speedup": _finite(speedup),
-        "speedup_ci95": metrics.bootstrap_ci95(both, _speedup, seed=seed),
+        "speedup_ci95": metrics.bootstrap_ci95(both, ratio_of_ratios, seed=seed),
         "accepted_length": metrics.accepted_length(rounds),
         "accepted_length_ci95": metrics.accepted_length_ci95(by_prompt, seed=seed),
         "acceptance_rate": metrics.acceptance_rate(rounds),
@@ -185,8 +182,8 @@ def summarize_peer(
         "tokens_per_s": _finite(_rate(both.sum(0)[2:])),
         "tokens_per_s_ci95": metrics.bootstrap_ci95(theirs, _rate, seed=seed),
         "plain_tokens_per_s": _finite(_rate(both.sum(0))),
-        "plain_over_peer": _finite(_speedup(both.sum(0))),
-        "plain_over_peer_ci95": metrics.bootstrap_ci95(both, _speedup, seed=seed),
+        "plain_over_peer": _finite(ratio_of_ratios(both.sum(0))),
+        "plain_over_peer_ci95": metrics.bootstrap_ci95(both, ratio_of_ratios, seed=seed),
     }
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from dspark.draft.reliability import average
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, atomic_write_text, read_json
+from dspark_eval.intervals import ratio_of_ratios
 from dspark_eval.real_text.arms import ARMS, REFERENCE
 from dspark_eval.real_text.measuring import MEASURED
 from dspark_eval.real_text.speed import SPEED
@@ -104,8 +105,8 @@ def compare(
             random.multinomial(len(pair), [1 / len(pair)] * len(pair), size=RESAMPLES) @ pair
             for pair in pairs
         )
-        low, high = np.percentile(_ratio(samples), (2.5, 97.5))
-        found[label] = {"ratio": float(_ratio(totals)), "ci95": [float(low), float(high)]}
+        low, high = np.percentile(ratio_of_ratios(samples.T), (2.5, 97.5))
+        found[label] = {"ratio": float(ratio_of_ratios(totals)), "ci95": [float(low), float(high)]}
     return found
 
 
@@ -117,10 +118,6 @@ def _counts(cell: dict[str, Any], other: dict[str, Any], loops: bool) -> np.ndar
     columns = (cell["emitted"], cell["rounds"], other["emitted"], other["rounds"])
     kept = loops | ~(np.array(cell["loops"]) | np.array(other["loops"]))
     return np.array(columns, dtype=np.float64).T * np.reshape(kept, (-1, 1))
-
-
-def _ratio(sums: np.ndarray) -> Any:
-    return (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3])
 
 
 def _cells(measured: dict[str, Any]) -> str:

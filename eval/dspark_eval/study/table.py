@@ -20,6 +20,7 @@ import numpy as np
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, atomic_write_text, read_json
 from dspark_eval import metrics
+from dspark_eval.intervals import ratio_of_ratios
 from dspark_eval.study.drafting import DRAFTING_FILE
 from dspark_eval.study.long import LONG_FILE
 from dspark_eval.study.markdown import markdown
@@ -159,11 +160,8 @@ def paired_ratio(
     ]
     rows = np.stack(columns, axis=1)  # prompts x (e, R, e', R')
 
-    def ratio(sums: np.ndarray) -> np.ndarray:
-        return (sums[0] / sums[1]) / (sums[2] / sums[3])
-
-    low, high = metrics.bootstrap_ci95(rows, ratio) or (None, None)
-    return {"value": float(ratio(rows.sum(0))), "low": low, "high": high}
+    low, high = metrics.bootstrap_ci95(rows, ratio_of_ratios) or (None, None)
+    return {"value": float(ratio_of_ratios(rows.sum(0))), "low": low, "high": high}
 
 
 def _long_row(runs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
