@@ -4,16 +4,20 @@
     1    the command's own verdict     130  Ctrl-C; the line says how to go on
 
 Anything else is a defect of ours and keeps its traceback. A warning is one line too, without the
-place in the code that gave it.
+place in the code that gave it. Measurements that are modules (`python -m dspark_eval.NAME`) end the
+same way: `Parser` has their options, `module_command` their main function.
 """
 
 from __future__ import annotations
 
+import argparse
 import shlex
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from itertools import pairwise
-from typing import Any, TextIO
+from typing import Any, NoReturn, Protocol, TextIO
 
 import typer
 
@@ -58,6 +62,39 @@ def run(app: typer.Typer, args: Sequence[str]) -> int:
         return _fail(f"{error.filename}: {error.strerror}")
     # typer turns Ctrl-C inside a command into this exit code
     return _interrupted(args) if code == 130 else int(code or 0)
+
+
+class Parser(argparse.ArgumentParser):
+    """Options of a module; a wrong one is one line, without the usage above it."""
+
+    def error(self, message: str) -> NoReturn:
+        sys.exit(_fail(f"{message} (see `{self.prog} --help`)"))
+
+
+class ModuleCommand(Protocol):
+    """Arguments, else those of the process, to an exit code."""
+
+    def __call__(self, arguments: Sequence[str] | None = None) -> int: ...
+
+
+def module_command(main: Callable[[Sequence[str]], int | None]) -> ModuleCommand:
+    """`main` of a module, ending as `dspark` does; None in place of an exit code is 0."""
+
+    @wraps(main)
+    def command(arguments: Sequence[str] | None = None) -> int:
+        try:
+            return main(sys.argv[1:] if arguments is None else arguments) or 0
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            return 130
+        except UserError as error:
+            return _fail(str(error))
+        except OSError as error:
+            if not error.filename or not error.strerror:
+                raise
+            return _fail(f"{error.filename}: {error.strerror}")
+
+    return command
 
 
 def spread_values(args: Sequence[str]) -> list[str]:

@@ -103,13 +103,10 @@ def test_data_stays_small() -> None:
 
 
 def test_a_place_that_cannot_be_written_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     taken = tmp_path / "file"
     taken.write_text("here", "utf-8")
-    monkeypatch.setattr("sys.argv", ["prompts", "--out", str(taken), "--more", "1"])
-    with pytest.raises(SystemExit) as ended:
-        main()
+    assert main(["--out", str(taken), "--more", "1"]) == 2
     told = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert told == f"--out {taken}: cannot be written (File exists)\n"
+    assert told == f"error: --out {taken}: cannot be written (File exists)\n"

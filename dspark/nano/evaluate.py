@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from dspark.console import Parser, module_command
 from dspark.errors import UserError
 from dspark.files import atomic_write_json
 from dspark.loops import is_loop, repeated_share
@@ -229,28 +230,26 @@ def print_summary(result: dict[str, Any], console: Console) -> None:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 with one line on stderr for a wrong option or input."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+@module_command
+def main(arguments: Sequence[str]) -> None:
+    """Measure, print and write."""
+    parser = Parser(
+        prog="python -m dspark.nano.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--target", default="nano", help="shipped target or checkpoint folder")
     parser.add_argument("--problems", type=int, default=500)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=SEED, help="of the problems and the draws")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    args = parser.parse_args(argv)
-    try:
-        result = evaluate(
-            args.target, problems=args.problems, temperature=args.temperature, seed=args.seed
-        )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args = parser.parse_args(arguments)
+    result = evaluate(
+        args.target, problems=args.problems, temperature=args.temperature, seed=args.seed
+    )
     print_summary(result, Console())
     if args.json is not None:
         atomic_write_json(args.json, result)
-    return 0
 
 
 def _add_score(table: Table, name: str, score: dict[str, Any], style: str | None = None) -> None:

@@ -8,15 +8,15 @@ count as one word whatever their digits, so a question copied with other numbers
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dspark.console import Parser, module_command
 from dspark.errors import UserError
 from dspark.nano.generate import SPLITS, row
 
@@ -96,25 +96,27 @@ def find_hits(index: EvaluationIndex, rows: int, seed: int = 0) -> tuple[list[Hi
     return hits, largest
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Overlap of generated with evaluation questions.")
+@module_command
+def main(arguments: Sequence[str]) -> int:
+    """Count and print; 1 if there is a hit."""
+    parser = Parser(
+        prog="python -m dspark.nano.overlap",
+        description="Overlap of generated with evaluation questions.",
+    )
     parser.add_argument("files", type=Path, nargs="+", help="evaluation questions as JSONL")
     parser.add_argument("--rows", type=int, default=20_000, help="generated rows to check")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    try:
-        index = EvaluationIndex(q for path in arguments.files for q in read_questions(path))
-    except (UserError, OSError) as error:
-        sys.exit(str(error))
-    hits, largest = find_hits(index, arguments.rows, arguments.seed)
+    given = parser.parse_args(arguments)
+    index = EvaluationIndex(q for path in given.files for q in read_questions(path))
+    hits, largest = find_hits(index, given.rows, given.seed)
     for hit in hits[:20]:
         print(f"{hit.share:.2f} {hit.family}: {hit.question}\n     {hit.evaluation}")
     print(
-        f"{len(hits)} of {arguments.rows} rows share more than {THRESHOLD} of their trigrams with "
+        f"{len(hits)} of {given.rows} rows share more than {THRESHOLD} of their trigrams with "
         f"one of {len(index.questions)} evaluation questions; largest share {largest:.3f}"
     )
-    sys.exit(1 if hits else 0)
+    return 1 if hits else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

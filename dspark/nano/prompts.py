@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
 
+from dspark.console import Parser, module_command
+from dspark.errors import UserError
 from dspark.nano.generate import Instruction, Problem, instruction, problem, row
 
 PROMPT_SEED = 1
@@ -97,17 +100,19 @@ def write_prompts(folder: Path, files: Mapping[str, Sequence[dict[str, object]]]
         (folder / name).write_text("\n".join(lines) + "\n", "utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write prompt files.")
+@module_command
+def main(arguments: Sequence[str]) -> None:
+    """Write the files."""
+    parser = Parser(prog="python -m dspark.nano.prompts", description="Write prompt files.")
     parser.add_argument("--out", type=Path, required=True, help="folder, for example data/prompts")
     parser.add_argument("--more", type=_positive, help="write so many further training prompts")
     parser.add_argument("--seed", type=int, default=MORE_SEED, help="of --more")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     files = {"more.jsonl": more_prompts(given.more, given.seed)} if given.more else prompt_files()
     try:
         write_prompts(given.out, files)
     except OSError as error:
-        parser.exit(2, f"--out {given.out}: cannot be written ({error.strerror})\n")
+        raise UserError(f"--out {given.out}: cannot be written ({error.strerror})") from None
 
 
 def _positive(text: str) -> int:
@@ -118,4 +123,4 @@ def _positive(text: str) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,15 +9,16 @@ Training is a function of the generator alone: the same code writes the same byt
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
+from dspark.console import Parser, module_command
 from dspark.nano import chat
 from dspark.nano.generate import row
 
@@ -86,13 +87,17 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(chat.CHAT_TEMPLATE, "utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Train and save the nano tokenizer.")
+@module_command
+def main(arguments: Sequence[str]) -> None:
+    """Train and save."""
+    parser = Parser(
+        prog="python -m dspark.nano.tokenizer", description="Train and save the nano tokenizer."
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder, for example data/k3-nano")
-    arguments = parser.parse_args()
-    save_tokenizer(train_tokenizer(), arguments.out)
-    print(f"{VOCAB_SIZE} tokens in {arguments.out}")
+    given = parser.parse_args(arguments)
+    save_tokenizer(train_tokenizer(), given.out)
+    print(f"{VOCAB_SIZE} tokens in {given.out}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

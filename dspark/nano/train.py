@@ -19,6 +19,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dspark.console import Parser, module_command
 from dspark.errors import UserError
 from dspark.files import atomic_folder, read_json
 from dspark.k3.checkpoint import save_k3
@@ -226,9 +228,13 @@ class Run:
         return folder
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+@module_command
+def main(arguments: Sequence[str]) -> None:
+    """Train, or go on."""
+    parser = Parser(
+        prog="python -m dspark.nano.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -243,7 +249,7 @@ def main() -> None:
     parser.add_argument(
         "--no-compile", action="store_true", help="run the model without torch.compile"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     recipe = replace(
         Recipe(),
         steps=args.steps,
@@ -252,11 +258,7 @@ def main() -> None:
         rows_per_step=args.rows_per_step,
         peak_lr=args.peak_lr,
     )
-    try:
-        _run(recipe, args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    _run(recipe, args)
 
 
 def _run(recipe: Recipe, args: argparse.Namespace) -> None:
@@ -273,4 +275,4 @@ def _run(recipe: Recipe, args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,8 @@ from typing import Any
 import torch
 
 from dspark import ops
+from dspark.console import Parser, module_command
+from dspark.devices import find_device
 from dspark.files import atomic_write_json
 from dspark.k3.config import K3Config
 from dspark.k3.model import K3ForCausalLM
@@ -131,7 +133,7 @@ def errors(decoder: GraphDecoder, prompt: list[int]) -> Errors:
 @torch.inference_mode()
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that was asked for, as a document."""
-    device = torch.device(options.device)
+    device = find_device(options.device, "--device")
     config = SHAPES[options.shape]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = random_model(config, device, dtype, options.seed)
@@ -241,9 +243,9 @@ def report(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m dspark_eval.decode_speed", description=__doc__)
+    parser = Parser(prog="python -m dspark_eval.decode_speed", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="kimi-linear-32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of the prompt")
@@ -257,18 +259,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write everything to this file")
     options = parser.parse_args(arguments)
-    options.arguments = arguments
+    options.arguments = list(arguments)
     return options
 
 
-def main(arguments: list[str] | None = None) -> int:
+@module_command
+def main(arguments: Sequence[str]) -> None:
     """Measure and print."""
-    options = parse(sys.argv[1:] if arguments is None else arguments)
+    options = parse(arguments)
     found = measure(options)
     print(report(found), flush=True)
     if options.json is not None:
         atomic_write_json(options.json, found)
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ graph; elsewhere it runs eagerly, for which smaller sizes exist.
 
 from __future__ import annotations
 
-import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dspark import ops
+from dspark.console import Parser, module_command
 from dspark.devices import find_device
 from dspark.draft import DraftConfig, DSparkDrafter
 from dspark.draft.attention_context import AttentionContext
@@ -196,9 +197,13 @@ def measure(step: DraftStep, lengths: Sequence[int], repeats: int, rate: float) 
         del context
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@module_command
+def main(arguments: Sequence[str]) -> None:
     """Print a table and optionally write the rows as JSON."""
-    parser = argparse.ArgumentParser(description="Draft step time over the length of the context.")
+    parser = Parser(
+        prog="python -m dspark_eval.draft_step",
+        description="Draft step time over the length of the context.",
+    )
     parser.add_argument("--backbones", nargs="+", default=["attention", "mla", "kda"])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 32_768, 1_048_576])
     parser.add_argument("--hidden", type=int, default=7168)
@@ -244,4 +249,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

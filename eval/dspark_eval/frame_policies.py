@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from dspark import ops
+from dspark.console import Parser, module_command
 from dspark.files import atomic_write_json
 from dspark.runtime.cost_model import BatchCosts, CostModel
 from dspark.runtime.graph_decode import GraphDecoder
@@ -253,11 +254,9 @@ def lines(target: str, batch: int, temperature: float, name: str, entry: dict[st
     return "\n".join(told)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dspark_eval.frame_policies", description=__doc__
-    )
+    parser = Parser(prog="python -m dspark_eval.frame_policies", description=__doc__)
     parser.add_argument("--draft", type=Path, required=True, help="folder of a drafter of k3-nano")
     parser.add_argument("--twin", help="name of a widened twin; without: k3-nano itself")
     names = ["nano-problems", "nano-instructions", MIX]
@@ -274,18 +273,18 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     options = parser.parse_args(arguments)
-    options.arguments = arguments
+    options.arguments = list(arguments)
     options.batch, options.temperature = options.batches[0], options.temperatures[0]
     return options
 
 
-def main(arguments: list[str] | None = None) -> int:
+@module_command
+def main(arguments: Sequence[str]) -> None:
     """Measure and print."""
-    options = parse(sys.argv[1:] if arguments is None else arguments)
+    options = parse(arguments)
     found = measure(options)
     if options.json is not None:
         atomic_write_json(options.json, found)
-    return 0
 
 
 if __name__ == "__main__":

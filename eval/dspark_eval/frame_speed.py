@@ -16,12 +16,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dspark import ops
+from dspark.console import Parser, module_command
+from dspark.devices import find_device
 from dspark.distill.chat import ChatFormat
 from dspark.draft.checkpoint import load_drafter
 from dspark.files import atomic_write_json
@@ -37,7 +40,7 @@ from dspark_eval.twins import load_twin
 
 def open_subject(options: argparse.Namespace) -> tuple[Subject, ChatFormat, dict[str, Any]]:
     """The pair that was asked for, on the device, and what its bytes are."""
-    device = torch.device(options.device)
+    device = find_device(options.device, "--device")
     loaded = load_target("nano")
     assert isinstance(loaded.target, K3Target)
     drafter = load_drafter(options.draft, loaded.target).eval()
@@ -122,9 +125,9 @@ def line(name: str, result: dict[str, Any]) -> str:
     return text
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m dspark_eval.frame_speed", description=__doc__)
+    parser = Parser(prog="python -m dspark_eval.frame_speed", description=__doc__)
     parser.add_argument("--draft", type=Path, required=True, help="folder of a drafter of k3-nano")
     parser.add_argument("--twin", help="name of a widened twin; without: k3-nano itself")
     parser.add_argument("--suite", nargs="+", default=["nano", "nano-validation"])
@@ -139,20 +142,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the draw of prompts")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     options = parser.parse_args(arguments)
-    options.arguments = arguments
+    options.arguments = list(arguments)
     return options
 
 
-def main(arguments: list[str] | None = None) -> int:
+@module_command
+def main(arguments: Sequence[str]) -> None:
     """Measure and print."""
-    options = parse(sys.argv[1:] if arguments is None else arguments)
+    options = parse(arguments)
     found = measure(options)
     print(f"{found['target']}, batch {found['batch']}, draft length {found['draft_length']}")
     for name, result in found["suites"].items():
         print(line(name, result))
     if options.json is not None:
         atomic_write_json(options.json, found)
-    return 0
 
 
 if __name__ == "__main__":

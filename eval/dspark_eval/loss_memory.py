@@ -11,12 +11,11 @@ Letters: n slots, c slots of a chunk, D hidden, V vocabulary, R markov rank.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ import typer
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from dspark.console import Parser, module_command
 from dspark.devices import find_device
 from dspark.distill.loss import chunk_slots, distill_loss
 from dspark.distill.terms import Objective
@@ -172,9 +172,10 @@ def report(size: LossSize, device: torch.device, methods: tuple[str, ...]) -> di
     }
 
 
-def main(arguments: list[str]) -> int:
-    """Entry point of `python -m dspark_eval.loss_memory`; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m dspark_eval.loss_memory", description=__doc__)
+@module_command
+def main(arguments: Sequence[str]) -> None:
+    """Measure, and print the numbers as JSON."""
+    parser = Parser(prog="python -m dspark_eval.loss_memory", description=__doc__)
     for name in ("vocab", "hidden", "rank", "blocks", "slots"):
         parser.add_argument(f"--{name}", type=int, default=getattr(LossSize, name))
     parser.add_argument("--chunk", type=int, help="slots whose logits exist at once")
@@ -184,19 +185,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path, help="write the numbers there")
     given = vars(parser.parse_args(arguments))
     device, whole, file = given.pop("device"), given.pop("whole"), given.pop("json")
-    try:
-        low = [name for name, value in given.items() if isinstance(value, int) and value < 1]
-        if low:
-            raise UserError(f"--{low[0]} is {given[low[0]]}: expected at least 1")
-        result = report(LossSize(**given), find_device(device, "--device"), METHODS[: 1 + whole])
-        if file is not None:
-            atomic_write_json(file, result)
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        return 2
+    low = [name for name, value in given.items() if isinstance(value, int) and value < 1]
+    if low:
+        raise UserError(f"--{low[0]} is {given[low[0]]}: expected at least 1")
+    result = report(LossSize(**given), find_device(device, "--device"), METHODS[: 1 + whole])
+    if file is not None:
+        atomic_write_json(file, result)
     typer.echo(json.dumps(result, indent=2))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -12,8 +12,8 @@ row for each started block of Attention Residuals, the only part that a deeper m
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 import typer
 
 from dspark.assets import asset
+from dspark.console import Parser, module_command
 from dspark.devices import find_device
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, read_json
@@ -86,9 +87,12 @@ def measure(
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@module_command
+def main(arguments: Sequence[str]) -> None:
     """Print a table and optionally write the rows as JSON."""
-    parser = argparse.ArgumentParser(description="Peak memory of reading a prompt.")
+    parser = Parser(
+        prog="python -m dspark_eval.prefill_memory", description="Peak memory of reading a prompt."
+    )
     parser.add_argument("--layers", type=int, nargs="+", default=[9, 18, 36])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--chunk", type=int, default=512)
@@ -116,4 +120,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

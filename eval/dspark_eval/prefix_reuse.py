@@ -9,9 +9,8 @@ the first token of both, what the cache counted, and whether the tokens were equ
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from dspark.assets import asset
+from dspark.console import Parser, module_command
 from dspark.devices import find_device
 from dspark.distill.prompts import read_prompts
 from dspark.draft.checkpoint import load_drafter
@@ -84,9 +84,12 @@ def measure(
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
+@module_command
+def main(arguments: Sequence[str]) -> int:
     """Print what was measured; exit code 1 if a token differed."""
-    parser = argparse.ArgumentParser(description="What a prefix cache saves.")
+    parser = Parser(
+        prog="python -m dspark_eval.prefix_reuse", description="What a prefix cache saves."
+    )
     parser.add_argument("--target", default="nano")
     parser.add_argument("--draft", type=Path, help="folder of a drafter; without it, plain")
     parser.add_argument("--shared", type=int, default=512, help="tokens all prompts begin with")

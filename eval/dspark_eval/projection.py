@@ -17,7 +17,6 @@ Letters: n rows, g draft length, tau accepted length.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -26,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from dspark.console import Parser, module_command
 from dspark.draft.config import DraftConfig
 from dspark.draft.cost import context_bytes, weight_bytes
 from dspark.draft.shapes import MLAShape
@@ -203,11 +203,10 @@ def table(found: Projection, machine: Machine) -> str:
     return "\n".join([*lines, "", "A projection from bytes, not a measurement."])
 
 
-def main(arguments: Sequence[str]) -> int:
+@module_command
+def main(arguments: Sequence[str]) -> None:
     """Kimi K3 with its published MLA drafter on a machine of the options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dspark_eval.projection", description=main.__doc__
-    )
+    parser = Parser(prog="python -m dspark_eval.projection", description=main.__doc__)
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--rate", type=float, default=4.2, help="TB/s of one GPU's memory")
     parser.add_argument(
@@ -219,22 +218,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--conditional", type=float, nargs="+", required=True, metavar="C")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
-    try:
-        machine = Machine(given.gpus, 1e12 * given.rate, given.share, draft_gpus=given.gpus)
-        if given.plain_ms is not None:
-            plain = rows_bytes(K3, 1, given.context, torch.bfloat16, 0.0)
-            layers = K3_DRAFTER.num_layers / K3.num_hidden_layers
-            machine = fit_wait(machine, plain, given.plain_ms / 1e3, layers)
-        found = project(
-            K3, K3_DRAFTER, machine, given.conditional,
-            context=given.context, agreement=given.agreement,
-        )  # fmt: skip
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+    machine = Machine(given.gpus, 1e12 * given.rate, given.share, draft_gpus=given.gpus)
+    if given.plain_ms is not None:
+        plain = rows_bytes(K3, 1, given.context, torch.bfloat16, 0.0)
+        layers = K3_DRAFTER.num_layers / K3.num_hidden_layers
+        machine = fit_wait(machine, plain, given.plain_ms / 1e3, layers)
+    found = project(
+        K3, K3_DRAFTER, machine, given.conditional,
+        context=given.context, agreement=given.agreement,
+    )  # fmt: skip
     print(json.dumps(asdict(found), indent=1) if given.json else table(found, machine))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

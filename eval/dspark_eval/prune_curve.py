@@ -11,7 +11,6 @@ kept; the same command goes on. Writes OUT/curve.json and OUT/curve.png.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 
 import typer
 
+from dspark.console import Parser, module_command
 from dspark.distill.prune import run_prune
 from dspark.distill.prune_options import PruneOptions
 from dspark.distill.pruned_folder import PRUNED, REPORT
@@ -170,9 +170,10 @@ def table(document: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Parse, run, print; 2 and one line for a wrong input."""
-    parser = argparse.ArgumentParser(prog="python -m dspark_eval.prune_curve", description=__doc__)
+@module_command
+def main(arguments: Sequence[str]) -> None:
+    """Parse, run, print."""
+    parser = Parser(prog="python -m dspark_eval.prune_curve", description=__doc__)
     parser.add_argument("--draft", type=Path, required=True, help="folder of a trained drafter")
     parser.add_argument("--out", type=Path, required=True, help="folder of all sizes")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SHARES), help="percentages")
@@ -181,17 +182,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--bandwidth", type=float, default=100.0, help="GB/s of the memory")
     parser.add_argument("--cost-table", type=Path, help="measured step times, instead of bytes")
     given = parser.parse_args(arguments)
-    try:
-        options = CurveOptions(
-            given.draft, given.out, tuple(given.sizes), given.steps, given.prompts,
-            1e9 * given.bandwidth, given.cost_table,
-        )  # fmt: skip
-        typer.echo(table(run_curve(options)))
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        return 2
-    return 0
+    options = CurveOptions(
+        given.draft, given.out, tuple(given.sizes), given.steps, given.prompts,
+        1e9 * given.bandwidth, given.cost_table,
+    )  # fmt: skip
+    typer.echo(table(run_curve(options)))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -15,11 +15,10 @@ Peak memory is what the allocator held at most, weights, moments, target's head 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,9 +28,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import typer
 
 from dspark import ops
+from dspark.console import Parser, module_command
 from dspark.devices import find_device
 from dspark.distill import objective
 from dspark.distill.chat import TrainingRow
@@ -42,7 +41,6 @@ from dspark.distill.train_settings import TrainSettings
 from dspark.distill.trainer import Trainer
 from dspark.draft.config import DraftConfig
 from dspark.draft.model import DSparkDrafter
-from dspark.errors import UserError
 from dspark.files import atomic_write_json
 from dspark_eval.train_step_peer import measure_plain
 from dspark_eval.train_step_target import HeadTarget, random_states
@@ -214,9 +212,10 @@ class _HostEvent:
         return (later.at - self.at) * 1e3
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m dspark_eval.train_step", description=__doc__)
+@module_command
+def main(arguments: Sequence[str]) -> None:
+    """Measure and print."""
+    parser = Parser(prog="python -m dspark_eval.train_step", description=__doc__)
     for name, value in asdict(StepSize()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--device", default="cuda", help="cpu | cuda")
@@ -225,17 +224,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plain", action="store_true", help="also the step as recipes publish it")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args(arguments)
-    try:
-        device = find_device(options.device, "--device")
-        size = StepSize(**{name: getattr(options, name) for name in asdict(StepSize())})
-        found = []
-        for moments in options.moments:
-            found.append(measure(size, device, moments, options.steps))
-            gc.collect()
-        plain = measure_plain(size, device, options.steps, WARM_UP) if options.plain else None
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        return 2
+    device = find_device(options.device, "--device")
+    size = StepSize(**{name: getattr(options, name) for name in asdict(StepSize())})
+    found = []
+    for moments in options.moments:
+        found.append(measure(size, device, moments, options.steps))
+        gc.collect()
+    plain = measure_plain(size, device, options.steps, WARM_UP) if options.plain else None
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     document: dict[str, Any] = {
         "size": asdict(size),
@@ -254,7 +249,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{'plain':>9}{plain['ms']:>9.2f}{plain['peak_bytes'] / 1e9:>8.2f}")
     if options.json:
         atomic_write_json(options.json, document)
-    return 0
 
 
 if __name__ == "__main__":

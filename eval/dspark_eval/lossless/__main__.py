@@ -3,19 +3,21 @@ a planted defect is not found, or a test has too little power."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from dspark.console import Parser, module_command
 from dspark.files import atomic_write_json
 from dspark_eval.lossless.report import DRAWS, run_suite
 
 
-def main(arguments: list[str] | None = None) -> int:
+@module_command
+def main(arguments: Sequence[str]) -> int:
     """Run, print, and say by the exit code whether everything was as it must be."""
-    parser = argparse.ArgumentParser(prog="python -m dspark_eval.lossless", description=__doc__)
+    parser = Parser(prog="python -m dspark_eval.lossless", description=__doc__)
     parser.add_argument("--full", action="store_true", help="every cell of the grid")
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
     parser.add_argument("--draws", type=int, default=DRAWS, help="texts per sampled case")

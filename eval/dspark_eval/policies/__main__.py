@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from dspark.errors import UserError
+from dspark.console import Parser, module_command
 from dspark_eval.policies.report import ReportOptions, run_report
 
 
-def main(arguments: list[str]) -> int:
-    """Exit code 2 and one line for a wrong input."""
-    parser = argparse.ArgumentParser(prog="python -m dspark_eval.policies", description=__doc__)
+@module_command
+def main(arguments: Sequence[str]) -> None:
+    """Measure, and print where the page is."""
+    parser = Parser(prog="python -m dspark_eval.policies", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the report")
     parser.add_argument("--draft", type=Path, help="drafter; else where `dspark distill` writes")
     parser.add_argument("--target", default="nano")
@@ -23,14 +24,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cost-model", type=Path, help="step times; else they are measured")
     options = parser.parse_args(arguments)
-    try:
-        page = run_report(ReportOptions(**vars(options)))
-    except UserError as error:
-        print(f"dspark_eval.policies: {error}", file=sys.stderr)
-        return 2
-    print(page)
-    return 0
+    print(run_report(ReportOptions(**vars(options))))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
