@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,8 +11,7 @@ from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
 from dspark.runtime.cost_model import BatchCosts, CostModel
 from dspark.runtime.graph_decode import GraphDecoder
-from dspark.runtime.graph_prompts import PromptReader
-from dspark.runtime.graph_sizes import ByRate, ByWish, frame_sizes
+from dspark.runtime.graph_sizes import ByRate, ByWish, frame_sizes, size_rule
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.policies import (
     Auto,
@@ -26,10 +25,7 @@ from dspark.runtime.policies import (
     Throughput,
 )
 from dspark.runtime.policies.auto import RunningTime, Times
-from dspark.runtime.records import RoundRecord
 from dspark.runtime.requests import Outcome, Request
-from dspark.runtime.sampling import SamplingParams
-from dspark_eval.fidelity import collect, judge
 from tests.k3_tiny import tiny_model
 from tests.test_graph_decode import (
     BLOCK,
@@ -154,7 +150,7 @@ def test_the_next_size_holds_the_running_mean_of_wishes() -> None:
 
 
 def test_throughput_takes_the_size_that_its_curve_promises_most_for() -> None:
-    rule = ByRate(COST, (1, 2, 4, 8), seats=2, pause=1)
+    rule = ByRate(COST, (1, 2, 4, 8), seats=2, pauses=(1, 1))
     assert rule.next([0, 1]) == 8, "nothing is known"
     rule.learn({0: outcome(0.9, 0.5, 0.1, *[0.9] * 5)})
     # tokens / seconds: 1.9 / 1.6, 2.35 / 1.85, 2.395+ / 2.35
@@ -168,7 +164,7 @@ def test_throughput_takes_the_size_that_its_curve_promises_most_for() -> None:
 
 def test_what_became_of_a_draft_counts_as_much_as_what_was_expected() -> None:
     sure = [1.0] * 8
-    rule = ByRate(COST, (1, 2, 4, 8), seats=1, pause=1)
+    rule = ByRate(COST, (1, 2, 4, 8), seats=1, pauses=(1, 1))
     rule.learn({0: outcome(*sure, accepted=1, sent=8)})
     # survival 1, then 1/2 each: 2 / 1.6, 2.5 / 1.85, 3.5 / 2.35, 5.5 / 3.35
     assert rule.next([0]) == 8
@@ -182,7 +178,7 @@ def test_what_became_of_a_draft_counts_as_much_as_what_was_expected() -> None:
 
 
 def test_auto_by_rate_is_plain_where_that_is_faster_and_looks_again() -> None:
-    rule = ByRate(COST, (0, 1, 2, 4, 8), seats=1, pause=3)
+    rule = ByRate(COST, (0, 1, 2, 4, 8), seats=1, pauses=(3, 9))
     bad, good = outcome(0.3, *[0.1] * 7), outcome(*[0.97] * 8)
     rule.learn({0: bad})
     taken = [rule.next([0]) for _ in range(12)]
@@ -194,10 +190,51 @@ def test_auto_by_rate_is_plain_where_that_is_faster_and_looks_again() -> None:
 
 def test_sizes_that_are_recorded() -> None:
     assert frame_sizes(Fixed(5), 8) == (5,)
-    assert frame_sizes(Entropy(max_draft=7), 8) == (1, 2, 4, 7)
-    assert frame_sizes(Auto(Entropy()), 8) == (0, 1, 2, 4, 8)
-    assert frame_sizes(Entropy(), 3) == (1, 2, 3)
+    assert frame_sizes(Entropy(1, 7), 8) == (1, 2, 4, 7)
+    assert frame_sizes(Auto(Entropy(min_draft=0)), 8) == (0, 1, 2, 4, 8)
+    assert frame_sizes(Entropy(min_draft=1), 3) == (1, 2, 3)
     assert frame_sizes(Auto(Fixed()), 8, (3, 8, 1)) == (0, 1, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("policy", "sizes"),
+    [
+        (Entropy(min_draft=2, h_stop=0.05), (2, 4, 8)),
+        (Throughput(min_draft=3, cost=COST), (4, 8)),
+        (Auto(Throughput(min_draft=3, cost=COST)), (0, 4, 8)),
+        (Delayed(COST, limits=(4, 6)), (4, 6)),
+        (Auto(Confidence(min_draft=9, max_draft=9)), (0, 8)),
+    ],
+)
+def test_no_frame_is_shorter_than_min_draft(policy: Policy, sizes: tuple[int, ...]) -> None:
+    """A plain step of `auto` is no draft; a block shorter than min_draft is sent whole."""
+    assert frame_sizes(policy, 8) == sizes
+    rule = size_rule(policy, sizes, 1, 8)
+    hopeless = outcome(*[0.01] * 8, sent=8)
+    for _ in range(20):
+        rule.learn({0: hopeless})
+    taken = {rule.next([0]) for _ in range(40)}
+    assert taken <= set(sizes)
+    assert max(taken) <= max(sizes[0], sizes[1]), "the shortest that there is"
+
+
+def test_the_pauses_of_auto_are_those_that_were_asked_for() -> None:
+    policy = Auto(Throughput(cost=COST), AutoSettings(pause=2, longest_pause=5))
+    rule = size_rule(policy, (0, 2, 4, 8), 1, 8)
+    rule.learn({0: outcome(*[0.05] * 8, sent=8)})
+    taken = [rule.next([0]) for _ in range(24)]
+    looks = [at for at, size in enumerate(taken) if size]
+    assert looks == [2, 7, 13, 19], "after 2 plain frames, 4, and 5 from then on"
+
+
+def test_a_delayed_policy_starts_from_what_it_was_given() -> None:
+    """1.9 / 1.85 at 2 is the best of acceptances 0.9, 0.5, then nothing; a first draft of full
+    weight replaces it."""
+    policy = Delayed(COST, start=(0.9, 0.5, *[0.01] * 6), weight=1.0, limits=(1, None))
+    rule = size_rule(policy, (1, 2, 4, 8), 1, 8)
+    assert rule.next([0]) == 2
+    rule.learn({0: outcome(*[0.97] * 8)})
+    assert rule.next([0]) == 8
 
 
 @pytest.mark.parametrize(
@@ -206,6 +243,11 @@ def test_sizes_that_are_recorded() -> None:
         ({"policy": Bands(Fixed())}, "siblings"),
         ({"policy": Entropy(), "draft_length": 3}, "no draft_length"),
         ({"policy": Entropy(), "sizes": (0, 2)}, "1 or more"),
+        ({"policy": Throughput(cost=COST, packed=True)}, "leave out packed"),
+        (
+            {"policy": Auto(Delayed(COST), AutoSettings(patience=9.0, weight=0.5))},
+            "throughput-delayed go by the step times of its cost model; leave out patience, weight",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(
@@ -213,51 +255,3 @@ def test_what_cannot_work_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         GraphDecoder(target, drafter, max_length=9, **more)  # type: ignore[arg-type]
-
-
-class ByLetter:
-    """Sizes that hang on every token of the newest letter, rejected and unsent ones included."""
-
-    def __init__(self) -> None:
-        self.size = BLOCK
-
-    def join(self, seat: int) -> None:
-        """Goes on as it is."""
-
-    def next(self, seats: Sequence[int]) -> int:
-        return self.size
-
-    def learn(self, said: Mapping[int, Outcome]) -> None:
-        for x in list(said.values())[:1]:
-            self.size = (0, 1, 2, BLOCK)[int(1e4 * sum(x.entropy) + x.next_token) % 4]
-
-    def observe(self, record: RoundRecord) -> None:
-        """The letter has told enough."""
-
-
-@pytest.mark.slow
-def test_frames_of_changing_size_keep_the_targets_law(
-    target: K3Target, drafter: DSparkDrafter
-) -> None:
-    """Every text held against the target's own law, token by token; a false alarm once in 1,000
-    seeds. The same texts, held against a law that is a little warmer, are found out."""
-    sampling = SamplingParams(temperature=1.0)
-    decoder = GraphDecoder(
-        target,
-        drafter,
-        seats=4,
-        max_length=20,
-        sampling=sampling,
-        reader=PromptReader(target, drafter, remembers=True),
-        policy=Auto(Fixed(BLOCK)),
-    )
-    decoder.rule = ByLetter()
-    asked = [Request(PROMPTS[0], 12, index=i, end_token_ids=()) for i in range(600)]
-    texts = [(PROMPTS[0], g.tokens) for g in decoder.generate_many(asked)]
-    shares = [decoder.frame_sizes.count(size) / len(decoder.frame_sizes) for size in decoder.sizes]
-    assert decoder.sizes == (0, 1, 2, BLOCK)
-    assert min(shares) > 0.1
-    found = judge(collect(target, texts, sampling, seed=0), sampling, tests=2)
-    assert (found["tokens"], found["passed"]) == (7200, True)
-    warmer = SamplingParams(temperature=1.15)
-    assert judge(collect(target, texts, warmer, seed=0), warmer, tests=2)["passed"] is False

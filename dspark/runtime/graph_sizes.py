@@ -1,13 +1,15 @@
 """Which recorded frame comes next, from letters of frames that have ended.
 
-    sizes       0 (a plain step), 1, 2, 4 primaries, and the whole draft: a graph each
+    sizes       0 (a plain step), 1, 2, 4 primaries, and the whole draft: a graph each; those that
+                are shorter than the policy's `min_draft` are left out
     by wish     the smallest that holds the running mean of wishes (`frame_sizes`), over seats; a
                 wish is what the policy would have verified of a draft, had it been sent whole
     by rate     argmax over L of  sum_b (1 + S_b1 + ... + S_bL) / T(L),  T the step-time curve, S_bk
                 the running mean of how often x_1..x_k of seat b are all accepted: half what
                 confidence says, c_1 c_2 .. c_k, half what became of them. 0 is a size of `auto`
 
-`throughput` and what builds on it goes by rate, all else by wish. A frame of any size drafts the
+`throughput` and what builds on it goes by rate, all else by wish. By rate the step-time curve says
+whether a plain step is faster: of `auto` only its pauses are asked. A frame of any size drafts the
 whole block, so that a small one tells whether a larger one would pay. The letters of frames up to
 n - 2 are read when frame n is queued: the choice waits for nothing and sees nothing of what it
 decides about, so every policy leaves the law as it is.
@@ -27,31 +29,68 @@ import torch
 from dspark.errors import UserError
 from dspark.runtime.cost_model import CostModel
 from dspark.runtime.frame_sizes import Wish
-from dspark.runtime.policies.auto import Auto
+from dspark.runtime.policies.auto import Auto, AutoSettings
 from dspark.runtime.policies.frontier import Policy, plan_block
 from dspark.runtime.policies.throughput import Delayed, Throughput
+from dspark.runtime.policies.walk import Limits
 from dspark.runtime.records import Proposal, RoundRecord
 from dspark.runtime.requests import Outcome
 
 SMALL = (1, 2, 4)
+PAUSES = ("pause", "longest_pause")
+"""Settings of `auto` that mean something where the step-time curve decides."""
 
 
 def frame_sizes(policy: Policy, block: int, small: Sequence[int] = SMALL) -> tuple[int, ...]:
     """Ascending sizes that a policy's frames are recorded in; 0 for one that may not speculate.
 
-    Those of `small` below its longest draft, and that. Raises UserError for a policy that a frame
-    cannot serve, and for sizes that are none.
+    Those of `small` from its shortest to its longest draft, and the longest. Raises UserError for a
+    policy that a frame cannot serve, and for sizes that are none.
     """
     if any(size < 1 for size in small):
         raise UserError(f"sizes {list(small)}: expected primaries of a frame, 1 or more")
-    if policy.siblings:
-        raise UserError("policy: recorded frames have no rows for siblings; leave out the bands")
-    inner = policy.inner if isinstance(policy, Auto) else policy
+    _check(policy)
+    inner = _inner(policy)
     most = min(inner.draft_length(block), block)
     if policy.name == "fixed":
         return (most,)
     plain = (0,) if isinstance(policy, Auto) else ()
-    return (*plain, *sorted({size for size in small if size < most}), most)
+    return (*plain, *sorted({size for size in small if _least(inner) <= size < most}), most)
+
+
+def _inner(policy: Policy) -> Policy:
+    """What speculates."""
+    return policy.inner if isinstance(policy, Auto) else policy
+
+
+def _least(inner: Policy) -> int:
+    """Primaries that are verified whatever the rule says."""
+    bounds = inner.bounds if isinstance(inner, Delayed) else inner
+    return bounds.min_draft if isinstance(bounds, Limits) else 1
+
+
+def _check(policy: Policy) -> None:
+    """Raises UserError for what a frame cannot serve."""
+    if policy.siblings:
+        raise UserError("policy: recorded frames have no rows for siblings; leave out the bands")
+    inner = _inner(policy)
+    if isinstance(inner, Throughput) and inner.packed:
+        raise UserError(
+            "throughput: recorded frames pay for all rows of all seats; leave out packed"
+        )
+    if isinstance(policy, Auto) and _by_rate(inner):
+        usual, given = AutoSettings(), policy.rules
+        names = [name for name in vars(usual) if name not in PAUSES]
+        other = [name for name in names if getattr(given, name) != getattr(usual, name)]
+        if other:
+            raise UserError(
+                f"auto: recorded frames of {inner.name} go by the step times of its cost model; "
+                f"leave out {', '.join(other)}"
+            )
+
+
+def _by_rate(inner: Policy) -> bool:
+    return isinstance(inner, (Throughput, Delayed))
 
 
 class SizeRule(Protocol):
@@ -76,11 +115,15 @@ class SizeRule(Protocol):
 
 def size_rule(policy: Policy, sizes: Sequence[int], seats: int, block: int) -> SizeRule:
     """The rule that a policy's frames go by."""
-    inner = policy.inner if isinstance(policy, Auto) else policy
-    if isinstance(inner, (Throughput, Delayed)):
-        patience = policy.rules.pause if isinstance(policy, Auto) else 1
-        return ByRate(inner.cost, sizes, seats, patience)
-    return ByWish(policy, sizes, seats, block)
+    inner = _inner(policy)
+    if not isinstance(inner, (Throughput, Delayed)):
+        return ByWish(policy, sizes, seats, block)
+    rules = policy.rules if isinstance(policy, Auto) else AutoSettings()
+    pauses = rules.pause, rules.longest_pause
+    if isinstance(inner, Throughput):
+        return ByRate(inner.cost, sizes, seats, pauses)
+    start = None if inner.start is None else list(accumulate(inner.start, mul))
+    return ByRate(inner.cost, sizes, seats, pauses, weight=inner.weight, start=start)
 
 
 class ByWish:
@@ -127,10 +170,11 @@ class ByRate:
 
     Args:
         cost: Its plain step is the frame of size 0, its rounds are those that draft all slots.
-        pause: Plain frames before the next look at a draft, the first time; twice as many after
-            each look that changes nothing, up to 32 times as many.
+        pauses: Plain frames before the next look at a draft, the first time and at most; twice as
+            many after each look that changes nothing.
         weight, slow: Of a new draft in the running means of its seat and of all seats, with which
             a new text starts.
+        start: S_1, S_2, .. of the first texts; None: their first frame is of the largest size.
     """
 
     def __init__(
@@ -138,19 +182,20 @@ class ByRate:
         cost: CostModel,
         sizes: Sequence[int],
         seats: int,
-        pause: int,
+        pauses: tuple[int, int],
         weight: float = 0.3,
         slow: float = 0.05,
+        start: list[float] | None = None,
     ) -> None:
         most = sizes[-1]
         self._seconds = {
             size: cost.round_s(most, 1 + size, seats) if size else cost.plain_s(seats)
             for size in sizes
         }
-        self._least_pause, self._weight, self._slow = pause, weight, slow
-        self._pause, self._plain = pause, 0
-        self._all: list[float] | None = None
-        self._survival: list[list[float] | None] = [None] * seats
+        self._pauses, self._weight, self._slow = pauses, weight, slow
+        self._pause, self._plain = pauses[0], 0
+        self._all = start
+        self._survival: list[list[float] | None] = [start] * seats
 
     def join(self, seat: int) -> None:
         self._survival[seat] = None if self._all is None else list(self._all)
@@ -160,12 +205,12 @@ class ByRate:
             return max(self._seconds)
         best = max(self._seconds, key=lambda size: (self._rate(size, seats), -size))
         if best:
-            self._pause, self._plain = self._least_pause, 0
+            self._pause, self._plain = self._pauses[0], 0
             return best
         self._plain += 1
         if self._plain <= self._pause:
             return 0
-        self._pause, self._plain = min(2 * self._pause, 32 * self._least_pause), 0
+        self._pause, self._plain = min(2 * self._pause, self._pauses[1]), 0
         drafting = [size for size in self._seconds if size]
         return max(drafting, key=lambda size: (self._rate(size, seats), -size))
 
