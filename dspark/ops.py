@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dspark.errors import UserError
 from dspark_kernels import adamw as adamw_op
-from dspark_kernels import attn_res, distill_loss, kda, kda_states, linear_kda, rng
+from dspark_kernels import attn_res, distill_loss, kda, kda_states, linear_kda, rng, train_rows
 from dspark_kernels import block_attention as block_attention_op
 from dspark_kernels import kda_decode as kda_decode_op
 from dspark_kernels import kda_linear as kda_linear_op
@@ -235,4 +235,16 @@ Settled = settle_op.Seats
 LETTER_HEADS = settle_op.HEADS
 block_attention = _op(
     "block_attention", block_attention_op.block_attention, "block_attention_triton:block_attention"
+)
+norm_rows = _op("norm_rows", train_rows.norm_rows, "train_rows_triton:norm_rows")
+norm_rows_back = _op(
+    "norm_rows_back", train_rows.norm_rows_back, "train_rows_triton:norm_rows_back"
+)
+turn_heads = _op("turn_heads", train_rows.turn_heads, "train_rows_triton:turn_heads")
+turn_heads_back = _op(
+    "turn_heads_back", train_rows.turn_heads_back, "train_rows_triton:turn_heads_back"
+)
+gate_silu = _op("gate_silu", train_rows.gate_silu, "train_rows_triton:gate_silu")
+gate_silu_back = _op(
+    "gate_silu_back", train_rows.gate_silu_back, "train_rows_triton:gate_silu_back"
 )

@@ -60,7 +60,7 @@ def run_layers(
     Returns:
         [B, A*G, D].
     """
-    turned = _side_by_side(*turns)
+    turned = side_by_side(*turns)
     project, finish = _compiled(config.rms_norm_eps, config.head_dim, config.hidden_act)
     for layer in cast(list[DraftLayer], list(layers)):
         attention = cast(DraftAttention, layer.self_attn)
@@ -108,7 +108,7 @@ def by_flex(masks: Mapping[Sight, BlockMask]) -> Attend:
     return attend
 
 
-def _side_by_side(context: Rotation, block: Rotation) -> tuple[Tensor, Tensor]:
+def side_by_side(context: Rotation, block: Rotation) -> tuple[Tensor, Tensor]:
     """Cosine and sine of [context; block], [B, S + A*G, 1, K]."""
 
     def joined(first: Tensor, second: Tensor) -> Tensor:

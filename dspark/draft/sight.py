@@ -191,14 +191,17 @@ def _in_regions(
     valid: Tensor,
     anchors: Tensor,
 ) -> Tensor:
-    """The `attention` backbone at sizes where compiling pays: hidden [B, A*G, D]."""
-    from dspark.draft import regions  # which imports attention.py, and that this file
+    """The `attention` backbone at sizes where kernels of its own pay: hidden [B, A*G, D]."""
+    from dspark.draft import passes, regions  # which import attention.py, and that this file
 
     context, block = _rotations(config, valid, anchors, hidden.dtype)
     assert context is not None
     assert block is not None
     if regions.kernel_serves(config, valid):
         attend = regions.by_kernel(valid, anchors, config.block_size)
+        if passes.serves(config) and hidden.dtype == torch.float32:
+            tables = regions.side_by_side(context, block)
+            return passes.run_layers(config, layers, hidden, features, tables, attend)
     else:
         attend = regions.by_flex(_masks(config, valid, anchors))
     return regions.run_layers(config, layers, hidden, features, (context, block), attend)

@@ -1,0 +1,199 @@
+"""Layers of a large training pass as products and one kernel between two of them.
+
+`regions.py` leaves what lies between products to a compiler. Here both passes of a layer are
+written out: every norm, rotation and gate is one kernel that reads and writes once (`train_rows`),
+sums of gradients are taken inside the products that add to them, and nothing has to be compiled. A
+layer is two functions around the attention, which differentiates itself:
+
+    project   h = hidden + added, n = norm(h); q of n, k and v of [context; n]; norms, rotation
+    finish    h = h + W_o mixed, n = norm(h); added = W_down(silu(W_gate n) * W_up n)
+
+The residual stream is float32. What a layer adds last travels beside it, in half precision, and is
+summed where it is next normed. The context passes through all layers, so that its gradient is one
+float32 buffer that each layer's products add to.
+
+Letters: B batch, S context, N = A G slots of all blocks, D hidden, H/J query/key heads, K head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dspark import ops
+from dspark.draft.attention import DraftAttention, DraftLayer
+from dspark.draft.config import DraftConfig
+
+
+def serves(config: DraftConfig) -> bool:
+    """Whether `run_layers` has the layers of a drafter."""
+    return config.hidden_act == "silu"
+
+
+def run_layers(
+    config: DraftConfig,
+    layers: nn.ModuleList,
+    hidden: Tensor,
+    context: Tensor,
+    tables: tuple[Tensor, Tensor],
+    attend: Callable[[DraftAttention, Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """The layers of the `attention` backbone in bfloat16.
+
+    Args:
+        config: Of the drafter.
+        layers: Each a `DraftLayer` with `DraftAttention`, norms in float32.
+        hidden: [B, N, D] float32. context: [B, S, D].
+        tables: Cosine and signed sine of [context; block], [B, S + N, 1, K] float32.
+        attend: Attention between the parts, as `regions.Attend`.
+
+    Returns:
+        [B, N, D] float32.
+    """
+    shape, eps = hidden.shape, config.rms_norm_eps
+    cos, sin = (table.squeeze(2).contiguous() for table in tables)
+    half = context.detach().to(torch.bfloat16)
+    rows, added = hidden.reshape(-1, shape[-1]), None
+    for layer in cast(list[DraftLayer], list(layers)):
+        attention, mlp = cast(DraftAttention, layer.self_attn), layer.mlp
+        rows, q, keys, values, context = _Project.apply(
+            rows, added, context, half, cos, sin, eps, layer.input_layernorm.weight,
+            *(getattr(attention, f"{name}_proj").weight for name in "qkv"),
+            attention.q_norm.weight, attention.k_norm.weight,
+        )  # fmt: skip
+        rows, added = _Finish.apply(
+            rows, attend(attention, q, keys, values), eps, layer.post_attention_layernorm.weight,
+            attention.o_proj.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight,
+        )  # fmt: skip
+    assert added is not None
+    return (rows + added).view(shape)
+
+
+class _Project(torch.autograd.Function):
+    """hidden [B N, D], added [B N, D] or None, context [B, S, D] -> h, q [B, N, H, K], keys and
+    values [B, S + N, J, K], context."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, added: Tensor | None, context: Tensor, half: Tensor, cos: Tensor,
+        sin: Tensor, eps: float, norm: Tensor, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor,
+        k_norm: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        width, length = len(q_norm), half.shape[1]
+        total, normed, root = ops.norm_rows(hidden, added, norm, eps, half.dtype)
+        own = normed.view(len(half), -1, normed.shape[-1])
+        queries = (own @ _half(q, half).T).unflatten(-1, (-1, width))
+        keys, values = (_of_both(half, own, w).unflatten(-1, (-1, width)) for w in (k, v))
+        ctx.save_for_backward(
+            total, normed, root, queries, keys, half, cos, sin, norm, q, k, v, q_norm, k_norm
+        )
+        ctx.eps, ctx.wide = eps, context.dtype
+        return (
+            total,
+            ops.turn_heads(queries, q_norm, cos, sin, length, eps),
+            ops.turn_heads(keys, k_norm, cos, sin, 0, eps),
+            values,
+            context,
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, through: Tensor, d_queries: Tensor, d_keys: Tensor, d_values: Tensor,
+        d_context: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        total, normed, root, queries, keys, half, cos, sin, norm, *weights = ctx.saved_tensors
+        (q, k, v), (q_norm, k_norm) = (_half(w, half) for w in weights[:3]), weights[3:]
+        length, own = half.shape[1], normed.view(len(half), -1, normed.shape[-1])
+        d_queries, of_q_norm = ops.turn_heads_back(
+            queries, q_norm, cos, sin, length, ctx.eps, d_queries
+        )
+        d_keys, of_k_norm = ops.turn_heads_back(keys, k_norm, cos, sin, 0, ctx.eps, d_keys)
+        d_queries, d_keys, d_values = (x.flatten(2) for x in (d_queries, d_keys, d_values))
+        d_own = d_queries @ q
+        of_q = d_queries.flatten(0, 1).T @ normed
+        of_k = of_v = None
+        fresh = d_context is None
+        d_context = torch.empty_like(half, dtype=ctx.wide) if d_context is None else d_context
+        for row in range(len(half)):
+            d_k, d_v = d_keys[row], d_values[row]
+            d_own[row].addmm_(d_k[length:], k).addmm_(d_v[length:], v)
+            _add_product(d_context[row], d_k[:length], k, fresh)
+            _add_product(d_context[row], d_v[:length], v, False)
+            for each, rows in ((d_k[:length], half[row]), (d_k[length:], own[row])):
+                of_k = each.T @ rows if of_k is None else of_k.addmm_(each.T, rows)
+            for each, rows in ((d_v[:length], half[row]), (d_v[length:], own[row])):
+                of_v = each.T @ rows if of_v is None else of_v.addmm_(each.T, rows)
+        d_total, d_added, of_norm = ops.norm_rows_back(
+            total, norm, root, d_own.flatten(0, 1), through
+        )
+        of_weights = of_norm, of_q, of_k, of_v, of_q_norm, of_k_norm
+        first = not ctx.needs_input_grad[1]
+        return d_total, None if first else d_added, d_context, None, None, None, None, *of_weights
+
+
+class _Finish(torch.autograd.Function):
+    """h [B N, D], mixed [B, N, H, K] -> h [B N, D] and what the MLP adds to it [B N, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, mixed: Tensor, eps: float, norm: Tensor, output: Tensor,
+        gate: Tensor, up: Tensor, down: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        flat = mixed.reshape(len(hidden), -1)
+        attended = flat @ _half(output, flat).T
+        total, normed, root = ops.norm_rows(hidden, attended, norm, eps, flat.dtype)
+        inner = normed @ _half(gate, flat).T, normed @ _half(up, flat).T
+        added = ops.gate_silu(*inner) @ _half(down, flat).T
+        ctx.save_for_backward(mixed, total, normed, root, *inner, norm, output, gate, up, down)
+        return total, added
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, through: Tensor, d_added: Tensor) -> tuple[Tensor | None, ...]:
+        mixed, total, normed, root, *inner, norm, output, gate, up, down = ctx.saved_tensors
+        flat = mixed.reshape(len(total), -1)
+        d_gate, d_up, product = ops.gate_silu_back(inner[0], inner[1], d_added @ _half(down, flat))
+        of_down = d_added.T @ product
+        del product
+        of_gate, of_up = d_gate.T @ normed, d_up.T @ normed
+        d_normed = (d_gate @ _half(gate, flat)).addmm_(d_up, _half(up, flat))
+        del d_gate, d_up
+        d_hidden, d_attended, of_norm = ops.norm_rows_back(total, norm, root, d_normed, through)
+        of_output = d_attended.T @ flat
+        d_mixed = (d_attended @ _half(output, flat)).view_as(mixed)
+        return d_hidden, d_mixed, None, of_norm, of_output, of_gate, of_up, of_down
+
+
+def _half(weight: Tensor, like: Tensor) -> Tensor:
+    """A weight as it is multiplied."""
+    return weight.detach().to(like.dtype)
+
+
+def _of_both(context: Tensor, own: Tensor, weight: Tensor) -> Tensor:
+    """Projections of [context; own], [B, S + N, *], where no copy of both has to be made."""
+    batch, length, _ = context.shape
+    weight = _half(weight, context)
+    out = context.new_empty(batch, length + own.shape[1], len(weight))
+    for row in range(batch):
+        torch.mm(context[row], weight.T, out=out[row, :length])
+        torch.mm(own[row], weight.T, out=out[row, length:])
+    return out
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
+    """out += a b, or out = a b if `fresh`, summed in the dtype of `out`."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, beta=0 if fresh else 1, out=out)
+    elif not out.is_cuda:
+        out.copy_(a.to(out.dtype) @ b.to(out.dtype) + (0 if fresh else out))
+    elif fresh:
+        torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+    else:
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
