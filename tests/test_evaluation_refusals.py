@@ -55,12 +55,12 @@ def test_places_of_baselines_that_cannot_be_written(
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        (["--shard", "5", "--shards", "2"], "--shard 5: expected 0..1"),
-        (["--shards", "0"], "--shard 0"),
-        (["--samples", "0", "--generated", "0"], "not 0 both"),
+        (["--parts", "0"], "--parts 0: expected 1 or more"),
+        (["--samples", "-1"], "expected 0 or more"),
+        (["--samples", "0", "--generated", "0", "--written", "0"], "not 0 all"),
     ],
 )
-def test_shares_of_the_real_text_study_that_do_not_exist(
+def test_answers_of_the_real_text_study_that_cannot_be_asked_for(
     given: list[str], what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert real_text(["answer", str(tmp_path), *given]) == 2

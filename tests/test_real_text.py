@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -25,15 +27,20 @@ from dspark.runtime.hf_target import RowTarget
 from dspark.runtime.plain import DRAWS, generate_batch
 from dspark.runtime.sampling import SamplingParams
 from dspark.taps import TapSet
-from dspark_eval.real_text import schedule
+from dspark_eval.real_text import schedule, wide
 from dspark_eval.real_text.__main__ import main
+from dspark_eval.real_text.answers import Asked, check_asked
 from dspark_eval.real_text.arms import COMPARED
+from dspark_eval.real_text.chosen import choose, real_name
 from dspark_eval.real_text.prompts import Unseen, refuse_seen, training_prompts
+from dspark_eval.real_text.reuse import is_there
 from dspark_eval.real_text.schedule import Job, Study, jobs
 from dspark_eval.real_text.start import layers_between, start_from_layers
 from dspark_eval.real_text.states import HeldStates
 from dspark_eval.real_text.table import compare
 from dspark_eval.real_text.training import _start_with
+from dspark_eval.real_text.wide import generate_wide
+from dspark_eval.real_text.writing import beginning, read_written, shared_endings
 from tests.hf_tiny import ROWS
 from tests.table_target import TableTarget
 
@@ -132,9 +139,25 @@ def test_a_drafters_layer_starts_as_the_targets(tmp_path: Path) -> None:
         assert torch.allclose(found, wanted, atol=1e-5)
     mlp = own.mlp(own.post_attention_layernorm(x))
     assert torch.allclose(mlp, theirs.mlp(theirs.post_attention_layernorm(x)), atol=1e-5)
-    wide = DraftConfig(**{**vars(config), "intermediate_size": 64})
+    narrow = DraftConfig(**{**vars(config), "intermediate_size": 40})
     with pytest.raises(UserError, match="needs equal shapes"):
-        start_from_layers(DSparkDrafter(wide), target)
+        start_from_layers(DSparkDrafter(narrow), target)
+
+
+def test_a_wider_mlp_starts_as_the_targets(tmp_path: Path) -> None:
+    """The channels that the target has not write nothing at first, and can learn to."""
+    target = _llama()
+    config = DraftConfig(
+        hidden_size=32, num_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=64, vocab_size=120, num_target_layers=4, target_layer_ids=(0, 2),
+        target_tap_kind="residual", mask_token_id=3, block_size=4, markov_rank=4,
+    )  # fmt: skip
+    drafter = DSparkDrafter(config)
+    start_from_layers(drafter, target)
+    own, theirs = drafter.layers[1].mlp, target.parts.layers[3].mlp
+    x = torch.randn(7, 32)
+    assert torch.allclose(own(x), theirs(x), atol=1e-5)
+    assert float(own.gate_proj.weight[48:].detach().abs().min()) > 0
 
 
 def test_two_drafters_are_compared_on_the_same_prompts() -> None:
@@ -207,7 +230,8 @@ def test_those_that_are_compared_train_beside_each_other_and_nothing_else(gpus: 
     every = {job.name: job for lane in jobs(gpus, 200.0) for job in lane}
 
     def comes_after(name: str, other: str) -> bool:
-        return any(each == other or comes_after(each, other) for each in every[name].needs)
+        before = {*every[name].needs, *every[name].after}
+        return any(each == other or comes_after(each, other) for each in before)
 
     compared = {f"train-{arm}" for arm in COMPARED}
     assert len({every[name].gpu for name in compared}) == 1
@@ -215,6 +239,32 @@ def test_those_that_are_compared_train_beside_each_other_and_nothing_else(gpus: 
         for name in every:
             ordered = comes_after(name, arm) or comes_after(arm, name)
             assert ordered != (name in compared), (name, arm)
+    for name in every:  # nothing runs beside speed
+        assert name == "speed" or comes_after("speed", name) or comes_after(name, "speed")
+
+
+def test_a_job_waits_for_others_that_may_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(arguments: list[str], log: Path, gpu: str | None = None) -> None:
+        if "bad" in arguments:
+            time.sleep(0.2)
+            raise UserError("it broke")
+
+    monkeypatch.setattr(schedule, "call_module", call)
+    study = Study(tmp_path, [], 50.0, lambda line: None)
+    lanes = [[Job("last", 0, ("x",), after=("bad",))], [Job("bad", 0, ("bad", "bad"))]]
+    assert study.run(lanes) == {"bad": False, "last": True}
+
+
+def test_a_training_of_flexible_length_keeps_the_one_it_had(tmp_path: Path) -> None:
+    job = Job("train-long", 0, ("train",), flexible=True)
+    study = Study(tmp_path, [], 400.0, lambda line: None)
+    left = study._room(job)
+    assert 0 < left < 400 - schedule.MEASURING
+    (tmp_path / "long").mkdir()
+    (tmp_path / "long" / "trained.json").write_text(json.dumps({"seconds_asked": 31.0}))
+    assert study._room(job) == 31.0
 
 
 def test_runs_that_start_together_wait_for_each_other(tmp_path: Path) -> None:
@@ -243,9 +293,95 @@ def test_a_batch_row_draws_the_same_alone_past_the_first_numbers() -> None:
 def test_answers_of_other_settings_are_not_taken_for_these(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = {"max_new_tokens": 288, "samples": 12, "generated": 1800}
-    (tmp_path / "rows.0.json").write_text(json.dumps({"settings": known}))
-    words = ["answer", str(tmp_path), "--new-tokens", "288"]
-    assert main(words) == 0
-    assert main([*words, "--samples", "3"]) == 2
+    known = Asked(max_new_tokens=192, samples=5, generated=500, written=9, parts=3)
+    (tmp_path / "rows.0.json").write_text(json.dumps({"settings": asdict(known)}))
+    check_asked(tmp_path, known)
+    assert main(["answer", str(tmp_path), "--written", "9", "--samples", "3"]) == 2
     assert "answered with" in capsys.readouterr().err
+
+
+def test_results_of_other_settings_are_not_taken_for_these(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "done.json"
+    asked = {"seconds": 200.0, "settings": {"train.lr": 1e-3}}
+    assert not is_there(path, asked)
+    path.write_text(json.dumps({"asked": asked}))
+    assert is_there(path, asked)
+    with pytest.raises(UserError, match=r"made with seconds 200\.0, not 40\.0"):
+        is_there(path, {**asked, "seconds": 40.0})
+    (tmp_path / "deepspec").mkdir()
+    (tmp_path / "deepspec" / "trained.json").write_text(json.dumps({"asked": asked}))
+    assert main(["train", str(tmp_path), "--arm", "deepspec", "--seconds", "40"]) == 2
+    assert "made with" in capsys.readouterr().err
+
+
+def test_the_best_candidate_is_chosen_by_prompts_kept_aside(tmp_path: Path) -> None:
+    assert choose(tmp_path) is None
+    with pytest.raises(UserError, match=r"none of deep, .* is trained"):
+        real_name(tmp_path, "chosen")
+    for name, length in (("deep", 2.5), ("wide", 2.7), ("deepspec", 2.9)):
+        (tmp_path / name).mkdir()
+        record = {"held_out": {"accepted_length": length}}
+        (tmp_path / name / "trained.json").write_text(json.dumps(record))
+    assert choose(tmp_path) == "wide"  # the reference is no candidate
+    assert real_name(tmp_path, "chosen") == "wide"
+    assert real_name(tmp_path, "small") == "small"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_wide_answers_are_those_of_the_batch_loop(temperature: float) -> None:
+    """Rows of unlike length, over more than one width, some of which end early."""
+    target = _llama()
+    for parameter in target.parts.model.parameters():
+        parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)  # sharper: texts that do end
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(3, 110, (n,), generator=generator).tolist() for n in (5, 1, 70, 33, 12)
+    ]
+    options = {"max_new_tokens": 80, "sampling": SamplingParams(temperature), "seed": 5}
+    wanted = generate_batch(target, prompts, **options)
+    assert generate_wide(target, prompts, **options) == wanted
+    assert generate_wide(target, prompts[1:3], indices=[1, 2], **options) == wanted[1:3]
+    if temperature:
+        assert len({len(text) for text in wanted}) > 2
+
+
+def test_a_batch_that_does_not_fit_is_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, sizes = _llama(), []
+    run = wide._Batch.run
+
+    def tight(self: wide._Batch, *given: object) -> list[list[int]]:
+        sizes.append(len(self._prompts))
+        if sizes[-1] > 2:
+            raise torch.OutOfMemoryError
+        return run(self, *given)
+
+    options = {"max_new_tokens": 6, "sampling": SamplingParams(1.0), "seed": 5}
+    prompts = [[5, 6], [7], [8, 9, 10], [11], [12]]
+    wanted = generate_wide(target, prompts, **options)
+    monkeypatch.setattr(wide._Batch, "run", tight)
+    assert generate_wide(target, prompts, **options) == wanted
+    assert sizes == [5, 2, 2, 1]
+
+
+def test_beginnings_and_the_form_of_a_set() -> None:
+    rows = [PromptRow("a", at, user_turn(f"What is {at}?{SUFFIX}")) for at in range(3)]
+    rows += [PromptRow("b", at, user_turn(f"Tell me of {at}.")) for at in range(3)]
+    assert shared_endings(rows) == {"a": SUFFIX, "b": ""}
+    text = "One two  three\nfour five six seven eight nine ten."
+    for seed in range(20):
+        start = beginning(text, random.Random(seed))
+        assert text.startswith(start)
+        assert 1 <= len(start.split()) < 10
+        assert not start[-1].isspace()
+    assert beginning("Hello", random.Random(0)) == "Hello"
+
+
+def test_written_prompts_of_another_number_are_refused(tmp_path: Path) -> None:
+    lines = [{"asked": 7}, {"turns": ["Count to nine."]}, {"turns": ["Count to ten."]}]
+    (tmp_path / "written.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = read_written(tmp_path, 7)
+    assert [row.messages[0]["content"] for row in rows] == ["Count to nine.", "Count to ten."]
+    with pytest.raises(UserError, match="7 prompts were asked for, not 8"):
+        read_written(tmp_path, 8)

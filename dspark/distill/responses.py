@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int, int], None]
 """Called after every batch with (prompts answered, prompts to answer, tokens emitted so far)."""
 
+Generate = Callable[..., list[list[int]]]
+"""Something that is called, and answers, as ``generate_batch``."""
+
 Job = tuple[PromptRow, ChatFormat]
 """One prompt in one way of asking it."""
 
@@ -111,6 +114,7 @@ def build_rows(
     prompts: Sequence[PromptRow],
     settings: ResponseSettings,
     on_progress: Progress | None = None,
+    generate: Generate = generate_batch,
 ) -> RowSet:
     """Training rows of ``prompts``, in order.
 
@@ -123,7 +127,7 @@ def build_rows(
     check_given([row for rows in given.values() for row in rows], formats[0], target)
 
     rows = dict(given)
-    for index, answer in _answers(target, asked, settings, on_progress):
+    for index, answer in _answers(target, asked, settings, on_progress, generate):
         ids = (*asked[index], *answer)
         mask = (False,) * len(asked[index]) + (True,) * len(answer)
         rows[index] = [_at(jobs[index][0], TrainingRow(ids, mask, "target"))]
@@ -250,6 +254,7 @@ def _answers(
     asked: dict[int, list[int]],
     settings: ResponseSettings,
     on_progress: Progress | None,
+    generate: Generate,
 ) -> Iterator[tuple[int, list[int]]]:
     """(index, emitted ids) of every prompt, batch by batch, longest prompts first.
 
@@ -261,7 +266,7 @@ def _answers(
         batch = order[start : start + settings.batch_size]
         # Nothing beyond max_length would be kept: no row of the batch needs more than this.
         room = settings.max_length - min(len(asked[index]) for index in batch)
-        answers = generate_batch(
+        answers = generate(
             target,
             [asked[index] for index in batch],
             max_new_tokens=min(settings.max_new_tokens, room),

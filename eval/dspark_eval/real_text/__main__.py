@@ -1,8 +1,9 @@
 """The study on real text, step by step; every step may be run again and goes on where it stopped.
 
-    python -m dspark_eval.real_text answer  OUT --prompts DIR    the target answers training prompts
-    python -m dspark_eval.real_text train   OUT --prompts DIR --arm best --seconds 200
-    python -m dspark_eval.real_text measure OUT --prompts DIR --arm best
+    python -m dspark_eval.real_text answer  OUT --prompts DIR    prompts are written and answered
+    python -m dspark_eval.real_text warm    OUT --prompts DIR    kernels are compiled beforehand
+    python -m dspark_eval.real_text train   OUT --prompts DIR --arm deep --seconds 200
+    python -m dspark_eval.real_text measure OUT --prompts DIR --arm deep
     python -m dspark_eval.real_text speed   OUT --prompts DIR    one prompt at a time, all ways
     python -m dspark_eval.real_text table   OUT                  the table, from what is there
     python -m dspark_eval.real_text all     OUT --prompts DIR --device cuda --budget 960
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,86 +29,114 @@ from dspark.devices import find_device
 from dspark.errors import UserError
 from dspark.files import read_json
 from dspark.runtime.loading import LoadedTarget, load_target
-from dspark_eval.real_text.answers import answer, read_rows
-from dspark_eval.real_text.arms import BEST, FROM_TARGET, arm_config, find_arm
-from dspark_eval.real_text.measuring import MEASURED, measure
+from dspark_eval.real_text.answers import Asked, answer, check_asked, read_rows
+from dspark_eval.real_text.arms import (
+    CHOSEN,
+    COMPARED,
+    OTHER_START,
+    REFERENCE,
+    arm_config,
+    find_arm,
+    like,
+)
+from dspark_eval.real_text.chosen import choose, real_name
+from dspark_eval.real_text.measuring import TEMPERATURES, measure, measured_path
+from dspark_eval.real_text.reuse import ASKED, is_there
 from dspark_eval.real_text.schedule import Study, jobs
 from dspark_eval.real_text.speed import SPEED, measure_speed
 from dspark_eval.real_text.table import write_table
-from dspark_eval.real_text.training import TRAINED, train_for
+from dspark_eval.real_text.training import TRAINED, train_for, warm
 from dspark_eval.study.processes import visible_gpus
+
+SPEED_PROMPTS, SPEED_TOKENS = 2, 96
+"""Prompts of each set, and the longest answer, that speed is measured with."""
 
 
 def _answer(options: argparse.Namespace) -> None:
-    if options.shards < 1 or not 0 <= options.shard < options.shards:
-        raise UserError(f"--shard {options.shard}: expected 0..{options.shards - 1} of --shards")
-    if options.samples < 0 or options.generated < 0 or not options.samples + options.generated:
-        raise UserError("--samples, --generated: expected 0 or more, and not 0 both")
-    path = options.out / f"rows.{options.shard}.json"
-    asked = {
-        "max_new_tokens": options.new_tokens,
-        "samples": options.samples,
-        "generated": options.generated,
-    }
-    if path.is_file():
-        if (known := read_json(path)["settings"]) != asked:
-            raise UserError(f"{path}: answered with {known}, not {asked}; choose another folder")
-    else:
-        report = answer(
-            _target(options),
-            options.prompts,
-            options.out,
-            samples=options.samples,
-            generated=options.generated,
-            max_new_tokens=options.new_tokens,
-            batch=options.batch,
-            shard=options.shard,
-            shards=options.shards,
-        )
-        print(f"{report['rows']} rows in {report['seconds']:.1f} s")
+    asked = _asked(options)
+    check_asked(options.out, asked)
+    answer(_target(options), options.prompts, options.out, asked, options.answer_batch)
+
+
+def _asked(options: argparse.Namespace) -> Asked:
+    return Asked(
+        options.answer_tokens, options.samples, options.generated, options.written, options.parts
+    )
+
+
+def _warm(options: argparse.Namespace) -> None:
+    loaded, more = _target(options), _overrides(options.set)
+    warm(loaded, [arm_config(find_arm(name), loaded, more) for name in COMPARED])
 
 
 def _train(options: argparse.Namespace) -> None:
     arm, folder = find_arm(options.arm), options.out / options.arm
-    if (folder / TRAINED).is_file():
+    more, chosen = _overrides(options.set), choose(options.out)
+    asked = {
+        "seconds": options.seconds,
+        "settings": {**like(arm, chosen).settings, **more},
+        "answers": asdict(_asked(options)),
+    }
+    if is_there(folder / TRAINED, asked):
         return
     loaded = _target(options)
     rows, held_out = read_rows(options.out, options.prompts)
-    config = arm_config(arm, loaded, _overrides(options.set))
     train_for(
         loaded,
         rows,
         held_out,
-        config,
+        arm_config(arm, loaded, more, chosen),
         options.seconds,
         folder,
-        from_target=arm.name in FROM_TARGET,
+        asked=asked,
+        from_target=arm.name not in OTHER_START,
         beside=[options.out / find_arm(name).name for name in options.beside],
     )
 
 
 def _measure(options: argparse.Namespace) -> None:
-    find_arm(options.arm)
-    folder = options.out / options.arm
-    if not (folder / MEASURED).is_file():
-        measure(
-            _target(options),
-            folder,
-            options.prompts,
-            per_set=options.per_set,
-            max_new_tokens=options.new_tokens,
-            batch=options.batch,
-        )
+    name = find_arm(real_name(options.out, options.arm)).name
+    folder = options.out / name
+    if not (folder / TRAINED).is_file():
+        raise UserError(f"{folder}: not trained yet; run the step train with --arm {name}")
+    asked = {
+        "per_set": options.per_set,
+        "max_new_tokens": options.new_tokens,
+        "dtype": options.dtype,
+        "trained": read_json(folder / TRAINED)[ASKED],
+    }
+    for temperature in options.temperature or TEMPERATURES:
+        if not is_there(measured_path(folder, temperature), asked):
+            measure(
+                _target(options),
+                folder,
+                options.prompts,
+                temperature,
+                asked=asked,
+                per_set=options.per_set,
+                max_new_tokens=options.new_tokens,
+                batch=options.batch,
+            )
 
 
 def _speed(options: argparse.Namespace) -> None:
-    if not (options.out / SPEED).is_file():
+    named = [name for name in (REFERENCE, choose(options.out)) if name is not None]
+    arms = [name for name in named if (options.out / name / TRAINED).is_file()]
+    asked = {
+        "per_set": options.per_set or SPEED_PROMPTS,
+        "max_new_tokens": min(options.new_tokens, SPEED_TOKENS),
+        "dtype": options.dtype,
+        "arms": arms,
+    }
+    if not is_there(options.out / SPEED, asked):
         measure_speed(
             _target(options),
             options.out,
             options.prompts,
-            per_set=options.per_set or 1,
-            max_new_tokens=min(options.new_tokens, 96),
+            arms,
+            asked=asked,
+            per_set=asked["per_set"],
+            max_new_tokens=asked["max_new_tokens"],
         )
 
 
@@ -122,6 +152,8 @@ def _all(options: argparse.Namespace) -> None:
 
     common = ["--prompts", str(options.prompts), "--target", options.target]
     common += ["--device", options.device]
+    for key in ("answer_tokens", "samples", "generated", "written", "parts"):
+        common += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
     training = [part for pair in options.set for part in ("--set", pair)]
     study = Study(options.out, common, options.budget, say, training, options.pass_on.split())
     ended = study.run(jobs(max(1, len(visible_gpus())), options.seconds))
@@ -151,6 +183,7 @@ def _overrides(pairs: list[str]) -> dict[str, Any]:
 
 STEPS = {
     "answer": _answer,
+    "warm": _warm,
     "train": _train,
     "measure": _measure,
     "speed": _speed,
@@ -172,17 +205,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--device", default="cpu", help="cpu | cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--arm", default=BEST)
+    parser.add_argument("--arm", default=CHOSEN, help="a drafter; chosen: our best candidate")
     parser.add_argument("--seconds", type=float, default=200.0, help="of training")
     parser.add_argument("--beside", nargs="+", default=[], help="train: arms to start with")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--samples", type=int, default=12, help="answers to each public prompt")
-    parser.add_argument("--generated", type=int, default=1800, help="problems of the generator")
-    parser.add_argument("--new-tokens", type=int, default=160, help="longest answer")
-    parser.add_argument("--batch", type=int, default=220, help="prompts side by side")
+    parser.add_argument("--samples", type=int, default=5, help="answers to each public prompt")
+    parser.add_argument("--generated", type=int, default=500, help="problems of the generator")
+    parser.add_argument("--written", type=int, default=12000, help="prompts the target may write")
+    parser.add_argument("--answer-tokens", type=int, default=192, help="longest answer trained on")
+    parser.add_argument("--parts", type=int, default=3, help="files of answers")
+    parser.add_argument("--new-tokens", type=int, default=160, help="longest answer measured")
+    parser.add_argument("--temperature", type=float, nargs="+", choices=TEMPERATURES)
+    parser.add_argument("--answer-batch", type=int, default=4608, help="answered side by side")
+    parser.add_argument("--batch", type=int, default=256, help="prompts measured side by side")
     parser.add_argument("--per-set", type=int, help="prompts of each set; all if left out")
-    parser.add_argument("--shard", type=int, default=0, help="which share of the prompts to answer")
-    parser.add_argument("--shards", type=int, default=1, help="shares there are")
     parser.add_argument("--budget", type=float, default=960.0, help="all: seconds in all")
     parser.add_argument("--pass-on", default="", help="all: further options of every step")
     options = parser.parse_args(arguments)

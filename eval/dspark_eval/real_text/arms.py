@@ -15,9 +15,15 @@ from dspark_eval.equal_size import count_parameters, matched_width
 from dspark_eval.study.arms import DEEPSPEC, Arm
 
 REFERENCE = "deepspec"
-BEST = "best"
-COMPARED = (REFERENCE, BEST, "adamw")
+CANDIDATES = ("deep", "deep-slow", "wide")
+"""Recipes of ours; which is the best is decided on prompts kept aside, and measured on others."""
+COMPARED = (REFERENCE, *CANDIDATES)
 """Arms that train side by side, for the same seconds."""
+CHOSEN = "chosen"
+"""Stands for the best of the candidates."""
+SIZES = ("middle", "small")
+LIKE_CHOSEN = ("long", *SIZES)
+"""Arms that take over the chosen candidate's recipe."""
 TOLERANCE = 0.02
 ENDLESS = 1_000_000
 
@@ -50,35 +56,30 @@ OURS: dict[str, Any] = {
 }
 WIDE = {"drafter.markov_rank": 64}
 """A smaller table of previous tokens; the layers get its parameters."""
-PLAIN = {"train.optimizer": "adamw", "drafter.head": "vanilla"}
 DEEP = {"drafter.num_layers": 10, "drafter.markov_rank": 72}
 """Twice the layers in the parameters of a large table; each has the shape of the target's."""
-KDA = WIDE | {"drafter.backbone": "kda", "drafter.kda_order": "1"}
+SLOW = {"train.muon_lr": 6e-4}
+"""Steps that leave more of the layers that a drafter starts with."""
 SMALLER: dict[str, dict[str, Any]] = {
     "middle": {"drafter.num_layers": 3, "drafter.markov_rank": 64},
-    "small": {
-        "drafter.num_layers": 1,
-        "drafter.markov_rank": 32,
-        "drafter.intermediate_size": 1024,
-    },
+    "small": {"drafter.num_layers": 1, "drafter.markov_rank": 32},
 }
 
 ARMS: dict[str, Arm] = {
     arm.name: arm
     for arm in (
         Arm(REFERENCE, DEEPSPEC | {"train.anchors": 64}, "DeepSpec's recipe"),
-        Arm(BEST, OURS | WIDE, "Muon, fan-in start, KL for CE, recurrent head, wider layers"),
-        Arm("deep", OURS | DEEP, "best with twice the layers, which start as the target's"),
-        Arm("kda", OURS | KDA, "best with the KDA backbone"),
-        Arm("adamw", OURS | WIDE | PLAIN, "best without Muon and the recurrent head"),
-        Arm("long", OURS | WIDE, "best, longer"),
-        *(Arm(name, OURS | shape, f"best, {name} size") for name, shape in SMALLER.items()),
+        Arm("deep", OURS | DEEP, "Muon, KL for CE, recurrent head; ten layers of the target"),
+        Arm("deep-slow", OURS | DEEP | SLOW, "deep, the layers at 0.4 of the rate"),
+        Arm("wide", OURS | WIDE, "the same; five layers of the target, wider"),
+        Arm("long", {}, "the chosen recipe, longer"),
+        *(Arm(name, shape, f"the chosen recipe, {name} size") for name, shape in SMALLER.items()),
     )
 }
-MATCHED = (BEST, "kda", "adamw", "long")
+MATCHED = ("wide",)
 """Arms whose MLP is as wide as it takes to have the reference's parameters."""
-FROM_TARGET = ("deep",)
-"""Arms that start from layers of the target."""
+OTHER_START = (REFERENCE,)
+"""Arms that do not start from layers of the target."""
 
 
 def find_arm(name: str) -> Arm:
@@ -88,16 +89,29 @@ def find_arm(name: str) -> Arm:
     return ARMS[name]
 
 
-def arm_config(arm: Arm, loaded: LoadedTarget, more: dict[str, Any]) -> DistillConfig:
+def like(arm: Arm, chosen: str | None) -> Arm:
+    """The arm with the recipe it takes over, if it does. Raises UserError where none is chosen."""
+    if arm.name not in LIKE_CHOSEN:
+        return arm
+    if chosen is None:
+        raise UserError(f"{arm.name}: needs a candidate trained: {', '.join(CANDIDATES)}")
+    return Arm(arm.name, {**ARMS[chosen].settings, **arm.settings}, arm.note)
+
+
+def arm_config(
+    arm: Arm, loaded: LoadedTarget, more: dict[str, Any], chosen: str | None = None
+) -> DistillConfig:
     """Everything that decides an arm's drafter and steps; `more` overrides (a smaller trial, say).
 
     Raises UserError where no width of the MLP gives it the reference's parameters.
     """
+    arm = like(arm, chosen)
     config = _config(arm, loaded, more)
-    if arm.name not in MATCHED or "drafter.intermediate_size" in more:
+    key = "drafter.intermediate_size"
+    matched = arm.name in MATCHED or (arm.name == "long" and chosen in MATCHED)
+    if not matched or key in more:
         return config
     goal = count_parameters(_config(ARMS[REFERENCE], loaded, more), loaded)
-    key = "drafter.intermediate_size"
     width = matched_width(
         lambda w: count_parameters(_config(arm, loaded, more | {key: w}), loaded), goal
     )

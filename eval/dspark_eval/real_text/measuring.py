@@ -8,9 +8,11 @@ held out of training and are not measured on; `ece` is of the survival product, 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dspark.distill.chat import ChatFormat
 from dspark.distill.prompts import read_prompts
@@ -20,7 +22,7 @@ from dspark.draft.curves import curved_survival
 from dspark.draft.model import DSparkDrafter
 from dspark.draft.reliability import ConfidenceRounds, average, reliability, survival
 from dspark.draft.scaling import fit_setting
-from dspark.files import atomic_write_json
+from dspark.files import atomic_write_json, read_json
 from dspark.loops import is_loop
 from dspark.runtime.confidence import confidence_rounds, raw_confidence
 from dspark.runtime.decode import SpeculativeDecoder
@@ -31,23 +33,42 @@ from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
 from dspark_eval.real_text.answers import prompt_ids
 from dspark_eval.real_text.prompts import test_files, training_prompts
+from dspark_eval.real_text.reuse import ASKED
 
 TEMPERATURES = (0.0, 1.0)
 SEED = 980406
-MEASURED = "measured.json"
+
+
+def measured_path(folder: Path, temperature: float) -> Path:
+    """What was measured of a drafter at a temperature."""
+    return folder / f"measured-t{temperature:g}.json"
+
+
+def read_measured(folder: Path) -> dict[str, Any] | None:
+    """What was measured of a drafter at all temperatures; None where nothing was yet."""
+    paths = [measured_path(folder, temperature) for temperature in TEMPERATURES]
+    found = [read_json(path) for path in paths if path.is_file()]
+    if not found:
+        return None
+    lists = {key: [each for part in found for each in part[key]] for key in ("cells", "fits")}
+    return {**found[0], **lists}
 
 
 def measure(
     loaded: LoadedTarget,
     folder: Path,
     prompts: Path,
+    temperature: float,
     *,
+    asked: Mapping[str, Any],
     per_set: int | None,
     max_new_tokens: int,
     batch: int,
-    temperatures: Sequence[float] = TEMPERATURES,
 ) -> dict[str, Any]:
-    """Decode every test prompt at each temperature; writes FOLDER/measured.json and returns it."""
+    """Decode every test prompt at a temperature; writes FOLDER/measured-tT.json and returns it.
+
+    `asked` is what decided it, for those that would repeat it.
+    """
     drafter = load_drafter(folder, loaded.target).to(loaded.target.device).eval()
     chat = ChatFormat(loaded.tokenizer)
     sets = {
@@ -56,40 +77,37 @@ def measure(
     }
     held_out = prompt_ids(training_prompts(prompts, 1, 0).held_out[:per_set], chat)
     player = _Player(loaded, drafter, max_new_tokens, batch)
-    cells, fits = [], []
-    for temperature in temperatures:
-        started = time.perf_counter()
-        kept = player.play(held_out, temperature)
-        asked = [ids for each in sets.values() for ids in each]
-        played = player.play(asked, temperature)
-        seconds = time.perf_counter() - started
-        rounds = _rounds(kept, drafter)
-        fitted = None
-        if rounds.prompts >= 2:
-            fitted, _ = fit_setting(rounds, SamplingParams(temperature))
-        fits.append(
-            {
-                "temperature": temperature,
-                "held_out_prompts": len(held_out),
-                "held_out_accepted_length": metrics.accepted_length(
-                    metrics.pool(each.rounds for each in kept)
-                ),
-                "seconds": seconds,
-                "tokens": sum(len(each.tokens) for each in (*kept, *played)),
-            }
-        )
-        for name, each in sets.items():
-            cells.append(_cell(name, temperature, played[: len(each)], drafter, fitted))
-            played = played[len(each) :]
+    started = time.perf_counter()
+    kept = player.play(held_out, temperature)
+    played = player.play([ids for each in sets.values() for ids in each], temperature)
+    seconds = time.perf_counter() - started
+    rounds = _rounds(kept, drafter)
+    fitted = None
+    if rounds.prompts >= 2:
+        fitted, _ = fit_setting(rounds, SamplingParams(temperature))
+    fit = {
+        "temperature": temperature,
+        "held_out_prompts": len(held_out),
+        "held_out_accepted_length": metrics.accepted_length(
+            metrics.pool(each.rounds for each in kept)
+        ),
+        "seconds": seconds,
+        "tokens": sum(len(each.tokens) for each in (*kept, *played)),
+    }
+    cells = []
+    for name, each in sets.items():
+        cells.append(_cell(name, temperature, played[: len(each)], drafter, fitted))
+        played = played[len(each) :]
     document = {
+        ASKED: dict(asked),
         "drafter": folder.name,
         "parameters": sum(p.numel() for p in drafter.parameters()),
         "max_new_tokens": max_new_tokens,
         "dtype": str(loaded.target.dtype).removeprefix("torch."),
         "cells": cells,
-        "fits": fits,
+        "fits": [fit],
     }
-    atomic_write_json(folder / MEASURED, document)
+    atomic_write_json(measured_path(folder, temperature), document)
     return document
 
 
@@ -105,19 +123,31 @@ class _Player:
         # like lengths side by side: a batch's buffers are as wide as its longest text
         order = sorted(range(len(prompts)), key=lambda at: len(prompts[at]))
         requests = [Request(prompts[at], self._new, seed=SEED, index=at) for at in order]
-        with raw_confidence(self._drafter):
-            found = self._decoder.generate_many(
-                requests,
-                sampling=SamplingParams(temperature),
-                batch=self._batch,
-                draft_length=self._drafter.config.block_size,
-            )
+        found = self._decode(requests, temperature)
         for generation in found:
             if generation.fault is not None:
                 raise generation.fault
             metrics.check_generation(generation)
         by_prompt = dict(zip(order, found, strict=True))
         return [by_prompt[at] for at in range(len(prompts))]
+
+    def _decode(self, requests: Sequence[Request], temperature: float) -> list[Generation]:
+        """All of them, in smaller batches where memory does not do."""
+        while True:
+            try:
+                with raw_confidence(self._drafter):
+                    return self._decoder.generate_many(
+                        requests,
+                        sampling=SamplingParams(temperature),
+                        batch=self._batch,
+                        draft_length=self._drafter.config.block_size,
+                    )
+            except torch.OutOfMemoryError:
+                if self._batch == 1:
+                    raise
+                self._batch //= 2
+            torch.cuda.empty_cache()
+            print(f"out of memory: {self._batch} prompts at a time from here on", flush=True)
 
 
 def _rounds(generations: Sequence[Generation], drafter: DSparkDrafter) -> ConfidenceRounds:

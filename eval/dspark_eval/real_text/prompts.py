@@ -2,6 +2,7 @@
 
     train/*.jsonl    each asked several times, since answers are drawn at temperature 1
     generator        word problems of `dspark.nano`, one answer each
+    written          what the target makes of their beginnings (`writing.py`), one answer each
     test/*.jsonl     measured on, one file for each set
 
 A training prompt is a near copy if more than `THRESHOLD` of its word trigrams occur in one prompt
@@ -53,14 +54,17 @@ def _turns(path: Path) -> list[list[str]]:
 
 
 class Unseen:
-    """The test prompts by trigram, and how close a text comes to one of them."""
+    """The test prompts by trigram, and how close a text comes to one of them.
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    `aside` are texts of other prompts that are not to be trained on.
+    """
+
+    def __init__(self, files: Sequence[Path], aside: Sequence[str] = ()) -> None:
         self.questions: list[str] = []
         self._common: set[tuple[str, str, str]] = set()
         rows: dict[tuple[str, str, str], list[int]] = {}
-        for path in files:
-            texts = [text for turns in _turns(path) for text in turns]
+        sets = [[text for turns in _turns(path) for text in turns] for path in files]
+        for texts in [*sets, list(aside)]:
             counts = Counter(trigram for text in texts for trigram in trigrams(text))
             least = max(2.0, COMMON * len(texts))
             self._common |= {trigram for trigram, count in counts.items() if count >= least}
@@ -120,23 +124,27 @@ class TrainingPrompts:
     dropped: dict[str, int]
 
 
-def training_prompts(folder: Path, samples: int, generated: int) -> TrainingPrompts:
-    """`samples` times FOLDER/train, and `generated` problems; nothing close to a test prompt.
+def training_prompts(
+    folder: Path, samples: int, generated: int, written: Sequence[PromptRow] = ()
+) -> TrainingPrompts:
+    """`samples` times FOLDER/train, `generated` problems and those `written`; nothing close to a
+    test prompt.
 
     Raises UserError for a folder without prompt files, or in which nothing is left.
     """
     unseen = Unseen(test_files(folder))
-    rows = [*read_prompts(_files(folder / "train")).rows, *_generated(generated)]
-    dropped = Counter(Path(row.file).stem for row in rows if unseen.holds(row))
-    kept = [row for row in rows if not unseen.holds(row)]
-    public = [row for row in kept if row.file != GENERATOR]
-    held_out = public[::HELD_OUT_EVERY]
-    asked = [row for at, row in enumerate(public) if at % HELD_OUT_EVERY]
-    own = [row for row in kept if row.file == GENERATOR]
-    training = [*asked * samples, *own]
+    public = list(read_prompts(_files(folder / "train")).rows)
+    dropped: Counter[str] = Counter()
+    kept: list[list[PromptRow]] = []
+    for rows in (public, _generated(generated), written):
+        seen = {id(row) for row in rows if unseen.holds(row)}
+        dropped.update(Path(row.file).stem for row in rows if id(row) in seen)
+        kept.append([row for row in rows if id(row) not in seen])
+    held_out = kept[0][::HELD_OUT_EVERY]
+    asked = [row for at, row in enumerate(kept[0]) if at % HELD_OUT_EVERY]
+    training = [*asked * samples, *kept[1], *kept[2]]
     if not training:
         raise UserError(f"{folder}: every training prompt is a near copy of a test prompt")
-    refuse_seen(training, unseen)
     return TrainingPrompts(tuple(training), tuple(held_out), dict(dropped))
 
 

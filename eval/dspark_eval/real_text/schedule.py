@@ -1,14 +1,17 @@
 """The whole study on the GPUs there are, within a budget of seconds.
 
-    answer                several shares at once: one alone waits for the host most of the time
+    answer, warm          prompts written and answered; kernels compiled meanwhile
     compared drafters     side by side on the first GPU, starting together: equal conditions
-    their measurement     side by side: what the study is for comes before anything else
-    speed                 alone
-    long, smaller ones    beside each other and beside the measurements, spread over the GPUs
+    their measurement     the reference and the chosen candidate, a process a temperature: what the
+                          study is for comes before anything else
+    long                  beside the measurements and the smaller ones
+    smaller ones          beside each other, then their measurement
+    speed                 when nothing else runs
+    other candidates      measured last
 
 Every job is a process of its own and one step of the command; what is done is not repeated, so a
 killed study goes on. A job waits for those that it needs, and is skipped, with a line that says so,
-if one of them failed or if the budget has no room for it.
+if one of them failed or if the budget has no room for it: so what stands last is dropped first.
 """
 
 from __future__ import annotations
@@ -20,19 +23,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dspark.errors import UserError
-from dspark_eval.real_text.arms import COMPARED
+from dspark.files import read_json
+from dspark_eval.real_text.arms import CANDIDATES, CHOSEN, COMPARED, REFERENCE, SIZES
+from dspark_eval.real_text.measuring import TEMPERATURES
+from dspark_eval.real_text.training import TRAINED
 from dspark_eval.study.processes import call_module
 
 MODULE = "dspark_eval.real_text"
 LONGEST = 600.0
 """Seconds of the longest training."""
-OVERHEAD = 40.0
-"""Seconds of a training besides its steps: opening the target, its states, compiling, writing."""
-MEASURING = 80.0
-SHARES = 4
-"""Shares of the prompts that a GPU answers at once."""
-VARIANTS, SIZES = ("deep", "kda"), ("middle", "small")
-"""Further drafters, if the budget has room for them, and smaller ones."""
+OVERHEAD = 30.0
+"""Seconds of a training besides its steps: opening the target, its states, writing."""
+MEASURING, SPEED = 75.0, 60.0
 Say = Callable[[str], None]
 
 
@@ -40,62 +42,83 @@ Say = Callable[[str], None]
 class Job:
     """One step of the command on one GPU.
 
-    needs: names of jobs that come first. least: seconds it must have left to be started. flexible:
-    it trains for what the budget leaves, up to `LONGEST`.
+    needs: names of jobs that come first. after: names of jobs that must have ended, one way or the
+    other. least: seconds it must have left to be started. flexible: it trains for what the budget
+    leaves, up to `LONGEST`.
     """
 
     name: str
     gpu: int
     arguments: tuple[str, ...]
     needs: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
     least: float = 0.0
     flexible: bool = False
 
 
 def jobs(gpus: int, seconds: float) -> list[list[Job]]:
     """Lanes of jobs: those of a lane run one after the other, lanes side by side."""
-    answers = [_answer(shard, shard % gpus, SHARES * gpus) for shard in range(SHARES * gpus)]
-    rows = tuple(job.name for job in answers)
-    compared = tuple(f"train-{arm}" for arm in COMPARED)
-    together = ("--beside", *COMPARED)
     last = gpus - 1
-    first = [_measure(arm, at % gpus, compared) for at, arm in enumerate(COMPARED)]
-    timed = Job(
-        "speed", 0, ("speed", "--dtype", "bfloat16"), tuple(job.name for job in first), MEASURING
-    )
-    after = (timed.name,)
+    ready = ("answer", "warm")
+    together = ("--beside", *COMPARED)
+    compared = tuple(f"train-{arm}" for arm in COMPARED)
+    first = [
+        job for arm in (REFERENCE, CHOSEN) for job in _measured(arm, 0, compared[:1], compared)
+    ]
+    told = tuple(job.name for job in first)
+    sizes = tuple(f"train-{arm}" for arm in SIZES)
+    later = [
+        job
+        for arm in (*SIZES, "long")
+        for job in _measured(arm, last, (f"train-{arm}",), (*told, *sizes))
+    ]
+    alone = tuple(job.name for job in later)
+    rest = [
+        job for arm in CANDIDATES for job in _measured(arm, 0, (f"train-{arm}",), (*alone, "speed"))
+    ]
     return [
-        *([job] for job in answers),
-        *([_train(arm, 0, seconds, rows, together)] for arm in COMPARED),
+        [Job("answer", 0, ("answer", "--dtype", "bfloat16"))],
+        [Job("warm", 0, ("warm", "--dtype", "bfloat16"))],
+        *([_train(arm, 0, seconds, ready[:1], ready, together)] for arm in COMPARED),
         *([job] for job in first),
-        [timed],
-        [_long(last, after)],
-        *([_train(arm, at % gpus, seconds, after)] for at, arm in enumerate(SIZES)),
-        [_train(arm, 0, seconds, tuple(f"train-{size}" for size in SIZES)) for arm in VARIANTS],
-        [_measure(arm, last, after) for arm in (*SIZES, "long", *VARIANTS)],
+        [_long(last, compared[:1], compared)],
+        *([_train(arm, at % gpus, seconds, compared[:1], told)] for at, arm in enumerate(SIZES)),
+        *([job] for job in later),
+        [Job("speed", 0, ("speed", "--dtype", "bfloat16"), told, (*told, *alone), SPEED)],
+        *([job] for job in rest),
     ]
 
 
-def _answer(shard: int, gpu: int, shards: int) -> Job:
-    arguments = ("answer", "--shard", str(shard), "--shards", str(shards), "--new-tokens", "288")
-    return Job(f"answer-{shard}", gpu, (*arguments, "--batch", "1408", "--dtype", "bfloat16"))
-
-
 def _train(
-    arm: str, gpu: int, seconds: float, needs: tuple[str, ...], more: tuple[str, ...] = ()
+    arm: str,
+    gpu: int,
+    seconds: float,
+    needs: tuple[str, ...],
+    after: tuple[str, ...],
+    more: tuple[str, ...] = (),
 ) -> Job:
     arguments = ("train", "--arm", arm, "--dtype", "bfloat16", "--seconds", f"{seconds:g}", *more)
-    return Job(f"train-{arm}", gpu, arguments, needs, seconds + OVERHEAD)
+    return Job(f"train-{arm}", gpu, arguments, needs, after, seconds + OVERHEAD)
 
 
-def _long(gpu: int, needs: tuple[str, ...]) -> Job:
+def _long(gpu: int, needs: tuple[str, ...], after: tuple[str, ...]) -> Job:
     arguments = ("train", "--arm", "long", "--dtype", "bfloat16")
-    return Job("train-long", gpu, arguments, needs, 2 * OVERHEAD + MEASURING, True)
+    least = 2 * OVERHEAD + MEASURING + SPEED
+    return Job("train-long", gpu, arguments, needs, after, least, flexible=True)
 
 
-def _measure(arm: str, gpu: int, needs: tuple[str, ...] = ()) -> Job:
-    needs = (f"train-{arm}", *needs)
-    return Job(f"measure-{arm}", gpu, ("measure", "--arm", arm), needs, MEASURING)
+def _measured(arm: str, gpu: int, needs: tuple[str, ...], after: tuple[str, ...]) -> list[Job]:
+    return [
+        Job(
+            f"measure-{arm}-{temperature:g}",
+            gpu,
+            ("measure", "--arm", arm, "--temperature", f"{temperature:g}"),
+            needs,
+            after,
+            MEASURING,
+        )
+        for temperature in TEMPERATURES
+    ]
 
 
 @dataclass
@@ -144,7 +167,8 @@ class Study:
 
     def _ready(self, job: Job) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: all(name in self._ended for name in job.needs))
+            awaited = {*job.needs, *job.after}
+            self._changed.wait_for(lambda: all(name in self._ended for name in awaited))
             missing = [name for name in job.needs if not self._ended[name]]
         if missing:
             self.say(f"{job.name}: skipped, {missing[0]} was not done")
@@ -155,9 +179,8 @@ class Study:
     def _play(self, job: Job) -> bool:
         arguments = list(job.arguments)
         if job.flexible:
-            room = self.left() - OVERHEAD - MEASURING
-            arguments += ["--seconds", f"{min(LONGEST, room):.0f}"]
-        if job.arguments[0] == "train":
+            arguments += ["--seconds", f"{self._room(job):.0f}"]
+        if job.arguments[0] in ("train", "warm"):
             arguments += self.training
         step, *rest = arguments
         started = time.monotonic()
@@ -169,6 +192,13 @@ class Study:
             return False
         self.say(f"{job.name}: done in {time.monotonic() - started:.0f} s")
         return True
+
+    def _room(self, job: Job) -> float:
+        """Seconds that a flexible job trains: what it had, if it is done, else what is left."""
+        done = self.out / job.name.removeprefix("train-") / TRAINED
+        if done.is_file():
+            return float(read_json(done)["seconds_asked"])
+        return min(LONGEST, self.left() - OVERHEAD - MEASURING - SPEED)
 
     def _end(self, job: Job, done: bool) -> None:
         with self._changed:

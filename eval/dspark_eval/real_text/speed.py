@@ -1,7 +1,8 @@
 """How fast one prompt at a time is: plain, with the drafter, and what transformers has to offer.
 
-Everything runs in one process on the same model and the same prompts, one after the other, greedy
-unless it says otherwise: `plain` and those named after drafters are dspark's loops; `generate` is
+Everything runs in one process on the same model and the same prompts, greedy unless it says
+otherwise; each prompt goes through all ways before the next one, so that whatever else the machine
+does meets all of them. `plain` and those named after drafters are dspark's loops; `generate` is
 transformers' own, `prompt_lookup` its assisted generation with n-grams of the text. (There is no
 smaller model of this tokenizer that could assist.) A loop over Python is what is timed, and a small
 model leaves the GPU idle for most of it: ratios are of this runtime, and no bound on what a serving
@@ -11,11 +12,12 @@ engine gets.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from dspark.distill.chat import ChatFormat
 from dspark.distill.prompts import read_prompts
@@ -28,9 +30,8 @@ from dspark.runtime.loading import LoadedTarget
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval.real_text.answers import prompt_ids
-from dspark_eval.real_text.arms import BEST, REFERENCE
 from dspark_eval.real_text.prompts import test_files
-from dspark_eval.real_text.training import TRAINED
+from dspark_eval.real_text.reuse import ASKED
 
 SPEED = "speed.json"
 LOOKUP_TOKENS = 7
@@ -39,49 +40,70 @@ Way = Callable[[list[int]], list[int]]
 
 
 def measure_speed(
-    loaded: LoadedTarget, out: Path, prompts: Path, *, per_set: int, max_new_tokens: int
+    loaded: LoadedTarget,
+    out: Path,
+    prompts: Path,
+    arms: Sequence[str],
+    *,
+    asked: Mapping[str, Any],
+    per_set: int,
+    max_new_tokens: int,
 ) -> dict[str, Any]:
     """Tokens a second of every way over the first prompts of each set; writes OUT/speed.json.
 
-    Of the reference and the best drafter, those that are trained by now.
+    Of the drafters `arms`; `asked` is what decided it, for those that would repeat it.
     """
     target = loaded.target
     if not isinstance(target, HFTarget):
         raise UserError(f"{target.name}: expected a target of transformers to compare with")
     chat = ChatFormat(loaded.tokenizer)
-    asked = [
+    prompt_lists = [
         ids
         for path in test_files(prompts)
         for ids in prompt_ids(read_prompts([path]).rows[:per_set], chat)
     ]
-    ways = _ways(loaded, out, max_new_tokens)
-    document: dict[str, Any] = {
-        "prompts": len(asked),
+    ways = _ways(loaded, out, arms, max_new_tokens)
+    runs: dict[str, list[tuple[list[int], float]]] = {name: [] for name in ways}
+    for way in ways.values():
+        way(prompt_lists[0])  # warm
+    for at, ids in enumerate(prompt_lists):
+        for name, way in ways.items():
+            runs[name].append(_timed(way, ids, target.device))
+        print(f"prompt {at + 1} of {len(prompt_lists)}", flush=True)
+    document = {
+        ASKED: dict(asked),
+        "prompts": len(prompt_lists),
         "max_new_tokens": max_new_tokens,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else "CPU",
-        "ways": {},
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "ways": {name: _figures(name, found, runs["plain"]) for name, found in runs.items()},
     }
-    texts: dict[str, list[list[int]]] = {}
-    for name, way in ways.items():
-        way(asked[0])  # warm
-        texts[name], seconds = _timed(way, asked, target.device)
-        tokens = sum(map(len, texts[name]))
-        document["ways"][name] = {
-            "tokens": tokens,
-            "seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-            "same_text_as_plain": None if SAMPLED in name else _alike(texts[name], texts["plain"]),
-        }
-        print(f"{name}: {tokens / seconds:.1f} tokens/s", flush=True)
-    plain = document["ways"]["plain"]["tokens_per_second"]
-    for each in document["ways"].values():
-        each["speed_up"] = each["tokens_per_second"] / plain
     atomic_write_json(out / SPEED, document)
     return document
 
 
-def _ways(loaded: LoadedTarget, out: Path, new: int) -> dict[str, Way]:
+def _figures(
+    name: str, found: list[tuple[list[int], float]], plain: list[tuple[list[int], float]]
+) -> dict[str, Any]:
+    """Of one way: over all prompts, and prompt by prompt."""
+    tokens, seconds = sum(len(text) for text, _ in found), sum(spent for _, spent in found)
+    rates = [len(text) / spent for text, spent in found]
+    beside = [len(text) / spent for text, spent in plain]
+    return {
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "speed_up": (tokens / seconds) / (sum(len(t) for t, _ in plain) / sum(s for _, s in plain)),
+        "speed_up_by_prompt": [own / other for own, other in zip(rates, beside, strict=True)],
+        "same_text_as_plain": None
+        if SAMPLED in name
+        else sum(own == other for (own, _), (other, _) in zip(found, plain, strict=True)),
+    }
+
+
+def _ways(loaded: LoadedTarget, out: Path, arms: Sequence[str], new: int) -> dict[str, Way]:
     target = loaded.target
     assert isinstance(target, HFTarget)
 
@@ -116,8 +138,7 @@ def _ways(loaded: LoadedTarget, out: Path, new: int) -> dict[str, Way]:
         ),
         **{
             f"{arm}{label}": drafted(arm, temperature)
-            for arm in (REFERENCE, BEST)
-            if (out / arm / TRAINED).is_file()
+            for arm in arms
             for label, temperature in (("", 0.0), (SAMPLED, 1.0))
         },
         "generate": assisted({}),
@@ -125,16 +146,9 @@ def _ways(loaded: LoadedTarget, out: Path, new: int) -> dict[str, Way]:
     }
 
 
-def _timed(
-    way: Way, prompts: Sequence[list[int]], device: torch.device
-) -> tuple[list[list[int]], float]:
+def _timed(way: Way, ids: list[int], device: torch.device) -> tuple[list[int], float]:
     started = time.perf_counter()
-    texts = [way(ids) for ids in prompts]
+    text = way(ids)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return texts, time.perf_counter() - started
-
-
-def _alike(texts: Sequence[list[int]], plain: Sequence[list[int]]) -> int:
-    """How many texts are those of plain decoding, token for token."""
-    return sum(own == other for own, other in zip(texts, plain, strict=True))
+    return text, time.perf_counter() - started

@@ -3,7 +3,8 @@
 Where a drafter's layer has the target's shape, its weights are a copy of one of the target's: the
 input norm moves into the projections (a drafter's context is normed already), and the query and key
 norms, which the target has not, get the size that those projections give a normed input. The
-context feature starts as the last tap with a little of the others.
+context feature starts as the last tap with a little of the others. An MLP wider than the target's
+holds it in its first channels; the others start fresh and write nothing yet.
 """
 
 from __future__ import annotations
@@ -51,11 +52,24 @@ def _copy(own: nn.Module, theirs: nn.Module) -> None:
         size = rows.square().sum(1).mean().sqrt()
         found[f"self_attn.{name}_norm.weight"] = size.expand(len(pairs[_norm(name)]))
     for name, parameter in pairs.items():
-        _fill(name, parameter, found.get(name))
+        value = found.get(name)
+        if value is not None and name.startswith("mlp."):
+            value = _widened(parameter, value, writes=name == "mlp.down_proj.weight")
+        _fill(name, parameter, value)
 
 
 def _norm(name: str) -> str:
     return f"self_attn.{name}_norm.weight"
+
+
+def _widened(parameter: Tensor, value: Tensor, *, writes: bool) -> Tensor:
+    """An MLP's matrix in the parameter's width, where that is no narrower."""
+    axis = 1 if writes else 0
+    width = value.shape[axis]
+    if parameter.shape[axis] <= width:
+        return value
+    rest = parameter.narrow(axis, width, parameter.shape[axis] - width)
+    return torch.cat((value.to(rest), torch.zeros_like(rest) if writes else rest), axis)
 
 
 def _fill(name: str, parameter: Tensor, value: Tensor | None) -> None:

@@ -17,7 +17,8 @@ from dspark.errors import UserError
 from dspark.files import atomic_write_json, atomic_write_text, read_json
 from dspark_eval.intervals import ratio_of_ratios
 from dspark_eval.real_text.arms import ARMS, REFERENCE
-from dspark_eval.real_text.measuring import MEASURED
+from dspark_eval.real_text.chosen import choose
+from dspark_eval.real_text.measuring import read_measured
 from dspark_eval.real_text.speed import SPEED
 from dspark_eval.real_text.training import TRAINED
 
@@ -46,6 +47,7 @@ def write_table(out: Path) -> str:
     document: dict[str, Any] = {
         "answers": [read_json(path) for path in sorted(out.glob("rows.*.json"))],
         "arms": arms,
+        "chosen": choose(out),
         "against_reference": comparisons,
         "speed": read_json(out / SPEED) if (out / SPEED).is_file() else None,
     }
@@ -72,23 +74,20 @@ def tables(document: dict[str, Any]) -> dict[str, str]:
 
 
 def _arm(folder: Path) -> dict[str, Any]:
-    parts = {"trained": TRAINED, "measured": MEASURED}
-    return {
-        key: read_json(folder / name) if (folder / name).is_file() else None
-        for key, name in parts.items()
-    }
+    return {"trained": read_json(folder / TRAINED), "measured": read_measured(folder)}
 
 
 def compare(
     cells: list[dict[str, Any]], reference: list[dict[str, Any]], *, seed: int = 0
 ) -> dict[str, Any]:
     """Ratio of accepted lengths with its interval, by temperature, over both, and over both without
-    the prompts that made one of the two loop.
+    the prompts that made one of the two loop; of what both were measured on.
 
     Raises UserError for cells of other prompts.
     """
     others = {(cell["set"], cell["temperature"]): cell for cell in reference}
     found: dict[str, Any] = {}
+    cells = [cell for cell in cells if (cell["set"], cell["temperature"]) in others]
     temperatures = sorted({cell["temperature"] for cell in cells})
     parts = [(f"{t:g}", [t], True) for t in temperatures]
     for label, chosen, loops in (*parts, ("all", temperatures, True), (CLEAN, temperatures, False)):
@@ -127,19 +126,34 @@ def _cells(measured: dict[str, Any]) -> str:
         f"| set | T | prompts | loops | {' | '.join(names)} |",
         "|---|---|--:|--:|" + "--:|" * len(names),
     ]
-    for at, first in enumerate(measured[names[0]]["measured"]["cells"]):
-        cells = [measured[name]["measured"]["cells"][at] for name in names]
+    by_place = {
+        name: {(cell["set"], cell["temperature"]): cell for cell in arm["measured"]["cells"]}
+        for name, arm in measured.items()
+    }
+    places = {place: cell for own in by_place.values() for place, cell in own.items()}
+    for place, first in places.items():
+        cells = [by_place[name].get(place) for name in names]
         head = f"| {first['set']} | {first['temperature']:g}"
         counts = f"{first['prompts']} | {_percent(first['loop_share'])}"
         lines.append(f"{head} | {counts} | {' | '.join(map(_length, cells))} |")
         if first["loop_share"]:
-            lengths = " | ".join(_number(cell["without_loops"]) for cell in cells)
+            lengths = " | ".join(_number(cell and cell["without_loops"]) for cell in cells)
             kept = first["prompts"] - sum(first["loops"])
             lines.append(f"{head}, without loops | {kept} | - | {lengths} |")
     return "\n".join(lines)
 
 
-def _length(cell: dict[str, Any]) -> str:
+def _pooled(arm: dict[str, Any], temperature: float) -> float | None:
+    """Accepted length over all sets at a temperature."""
+    cells = [] if arm["measured"] is None else arm["measured"]["cells"]
+    own = [cell for cell in cells if cell["temperature"] == temperature]
+    rounds = sum(sum(cell["rounds"]) for cell in own)
+    return sum(sum(cell["emitted"]) for cell in own) / rounds if rounds else None
+
+
+def _length(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return "-"
     low, high = cell["ci95"] or (None, None)
     return f"{_number(cell['accepted_length'])} [{_number(low)}, {_number(high)}]"
 
@@ -164,8 +178,8 @@ def _confidence(measured: dict[str, Any]) -> str:
 def _summary(arms: dict[str, Any], comparisons: dict[str, Any]) -> str:
     lines = [
         "| drafter | parameters | seconds | steps | steps/s | kept aside | "
-        "ratio, T = 0 | T = 1 | both | no loops |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "accepted, T = 0 | T = 1 | ratio, T = 0 | T = 1 | both | no loops |",
+        "|---|" + "--:|" * 11,
     ]
     for name, arm in arms.items():
         trained, ratios = arm["trained"], comparisons.get(name, {})
@@ -174,7 +188,8 @@ def _summary(arms: dict[str, Any], comparisons: dict[str, Any]) -> str:
         lines.append(
             f"| {name} | {trained['parameters']:,} | {trained['seconds']:.0f} | "
             f"{trained['steps']:,} | {trained['steps_per_second']:.2f} | "
-            f"{_number(trained['held_out']['accepted_length'])} | {cells} |"
+            f"{_number(trained['held_out']['accepted_length'])} | {_number(_pooled(arm, 0.0))} | "
+            f"{_number(_pooled(arm, 1.0))} | {cells} |"
         )
     return "\n".join(lines)
 

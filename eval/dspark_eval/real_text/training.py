@@ -12,7 +12,7 @@ target's states are computed before the clock starts, alike for every drafter.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,17 @@ from dspark.draft.checkpoint import save_drafter
 from dspark.draft.model import DSparkDrafter
 from dspark.files import atomic_write_json
 from dspark.runtime.loading import LoadedTarget
+from dspark_eval.real_text.reuse import ASKED
 from dspark_eval.real_text.start import start_from_layers
 from dspark_eval.real_text.states import HeldStates
 
 TRIAL, REVISE = 16, 50
 """Steps of the trial, the second half of which count; steps between two estimates."""
 LOG_EVERY = 100
+WARM = 4
+"""Steps that compile every kernel there is."""
 TRAINED, READY = "trained.json", "ready"
-PATIENCE = 120.0
+PATIENCE = 75.0
 """Seconds that a run waits for those beside it."""
 
 
@@ -50,33 +53,39 @@ def train_for(
     seconds: float,
     folder: Path,
     *,
+    asked: Mapping[str, Any],
     from_target: bool = False,
     beside: Sequence[Path] = (),
 ) -> dict[str, Any]:
     """Train a drafter of `config` on `rows` for `seconds` and write its folder; returns its record.
 
-    `held_out` rows are only looked at, under teacher forcing, when it is done; `from_target`: its
-    layers start as the target's; `beside`: folders of runs to start with, at the same moment.
+    `asked` is what decided the run, for those that would repeat it; `held_out` rows are only looked
+    at, under teacher forcing, when it is done; `from_target`: its layers start as the target's;
+    `beside`: folders of runs to start with, at the same moment.
 
     Raises UserError for a configuration that cannot be built, NonFinite where training breaks.
     """
     device = loaded.target.device
     started = time.perf_counter()
+    (folder / READY).unlink(missing_ok=True)
     drafter = _fresh(config, loaded)
     if from_target:
         start_from_layers(drafter, loaded.target)
     states = HeldStates(loaded.target, drafter.taps, rows)
     prepared = time.perf_counter() - started
+    print(f"states of {len(rows)} rows after {prepared:.1f} s", flush=True)
     ops.forget()
     pace = _pace(_trainer(_fresh(config, loaded), config, loaded, rows, states, TRIAL))
     trainer = _trainer(drafter, config, loaded, rows, states, max(2, round(seconds / pace)))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    print(f"{1 / pace:.1f} steps/s, ready {time.perf_counter() - started:.1f} s", flush=True)
     _start_with(folder, beside)
     history, spent = _run(trainer, config, seconds)
     trainer.optimiser.settle()
     seen = _teacher_forced(trainer, config, held_out)
     record = {
+        ASKED: dict(asked),
         "parameters": sum(p.numel() for p in drafter.parameters()),
         "rows": len(rows),
         "answer_tokens": sum(row.supervised for row in rows),
@@ -96,6 +105,20 @@ def train_for(
     save_drafter(folder, drafter.eval(), dtype=torch.float32, golden=False)
     atomic_write_json(folder / TRAINED, record)
     return record
+
+
+def warm(loaded: LoadedTarget, configs: Sequence[DistillConfig]) -> None:
+    """A few steps of each configuration on rows of noise: kernels are compiled and cached."""
+    generator = torch.Generator().manual_seed(0)
+    for config in configs:
+        shape = (config.train.rows_per_step, config.data.max_length)
+        ids = torch.randint(3, loaded.target.vocab_size, shape, generator=generator).tolist()
+        mask = (False,) * (shape[1] // 4) + (True,) * (shape[1] - shape[1] // 4)
+        rows = [TrainingRow(tuple(row), mask) for row in ids]
+        drafter = _fresh(config, loaded)
+        states = HeldStates(loaded.target, drafter.taps, rows)
+        pace = _pace(_trainer(drafter, config, loaded, rows, states, WARM))
+        print(f"warm: {1 / pace:.1f} steps/s", flush=True)
 
 
 def _start_with(folder: Path, beside: Sequence[Path]) -> None:

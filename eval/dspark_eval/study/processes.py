@@ -70,6 +70,8 @@ def call_module(arguments: Sequence[str], log: Path, gpu: str | None = None) -> 
     Raises UserError with the last line of the output if it fails.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    # several processes share a GPU: none may hold on to memory in pieces that nobody can use
+    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
     with log.open("w") as output:
