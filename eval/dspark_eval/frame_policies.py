@@ -8,7 +8,8 @@
 All but the first replay the graphs of one decoder, which times each size on other prompts first.
 Ways take turns on the prompts; a prompt is read once and seated for all of them. At temperature 0
 every text that differs from plain decoding is named with the gap between the two best logits there:
-in bfloat16 passes of one and of nine rows round differently.
+in bfloat16 passes of one and of nine rows round differently. Plain frames and those of the best
+fixed size then decode the same prompts over and over, for joules per token (`dspark_eval.energy`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,19 @@ from dspark.runtime.graph_decode import GraphDecoder
 from dspark.runtime.graph_prompts import PromptReader
 from dspark.runtime.graph_sizes import SMALL, ByRate, SizeRule
 from dspark.runtime.policies import Auto, Fixed
-from dspark.runtime.records import RoundRecord
-from dspark.runtime.requests import Outcome
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
 from dspark_eval.environment import describe_environment
-from dspark_eval.frame_runs import Run, Subject, decode, divergences, experts_per_frame, of_frames
+from dspark_eval.frame_runs import (
+    Always,
+    Run,
+    Subject,
+    decode,
+    divergences,
+    energy,
+    experts_per_frame,
+    of_frames,
+)
 from dspark_eval.frame_speed import open_subject
 from dspark_eval.intervals import ratio_of_ratios
 from dspark_eval.policies.sets import MIX, prompt_sets
@@ -46,25 +54,6 @@ from dspark_eval.suites import load_suites
 
 PLAIN = "plain"
 PAUSES = (32, 1024)
-
-
-class Always:
-    """One size, whatever is said."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def join(self, seat: int) -> None:
-        """Nothing depends on the text."""
-
-    def next(self, seats: Sequence[int]) -> int:
-        return self._size
-
-    def learn(self, said: Mapping[int, Outcome]) -> None:
-        """Nothing is learnt."""
-
-    def observe(self, record: RoundRecord) -> None:
-        """Nothing is learnt."""
 
 
 class Ways:
@@ -119,6 +108,12 @@ class Ways:
         """Distinct experts of a layer that a frame reads."""
         return experts_per_frame(self._decoder(name), prompts, new)
 
+    def energy(
+        self, name: str, prompts: list[list[int]], new: int, least_s: float
+    ) -> dict[str, float] | None:
+        """Joules per token."""
+        return energy(self._decoder(name), prompts, new, least_s)
+
     def _decoder(self, name: str) -> GraphDecoder:
         if name == PLAIN:
             return self.plain
@@ -142,12 +137,15 @@ def measure_set(ways: Ways, prompts: list[list[int]], new: int) -> dict[str, Run
     return runs
 
 
-def of_set(ways: Ways, prompts: list[list[int]], new: int) -> dict[str, Any]:
+def of_set(ways: Ways, prompts: list[list[int]], new: int, energy_s: float) -> dict[str, Any]:
     """JSON-ready: every way on a set of prompts."""
     found = describe(measure_set(ways, prompts, new), ways, prompts)
     few = prompts[: max(2, ways.plain.seats.batch)]
     for name, result in found.items():
         result["experts"] = ways.experts(name, few, new)
+        result["energy"] = None
+    for name in ways.chosen()[:2]:
+        found[name]["energy"] = ways.energy(name, prompts, new, energy_s)
     return found
 
 
@@ -217,7 +215,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             found["runs"].append(entry)
             for name, some in rows.items():
                 prompts = [chat.prompt_ids(row.prompt) for row in some]
-                entry["sets"][name] = of_set(ways, prompts, options.new)
+                entry["sets"][name] = of_set(ways, prompts, options.new, options.energy_seconds)
                 print(lines(facts["target"], batch, temperature, name, entry), flush=True)
             if "frames" not in found:
                 found["plain_frames"], found["frames"] = map(of_frames, (ways.plain, ways.sized))
@@ -243,8 +241,9 @@ def lines(target: str, batch: int, temperature: float, name: str, entry: dict[st
             text += f", accepted length {result['accepted_length']:.2f}, sizes {result['sizes']}"
         if result["experts"] is not None:
             text += f", experts {result['experts']:.1f}"
-        if result["joules_per_token"] is not None:
-            text += f", J/token {result['joules_per_token']:.3f}"
+        if result["energy"] is not None:
+            text += f", J/token {result['energy']['joules_per_token']:.3f} at "
+            text += f"{result['energy']['watts']:.0f} W"
         for d in result.get("divergences", ()):
             text += (
                 f"; prompt {d['prompt']} differs at {d['position']}, gap {d['top2_gap']:.4f} "
@@ -270,6 +269,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", help="of k3-nano itself")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0, help="of the draw of prompts")
+    parser.add_argument("--energy-seconds", type=float, default=3.0, help="of a way; 0: none")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     options = parser.parse_args(arguments)

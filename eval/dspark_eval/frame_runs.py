@@ -6,8 +6,9 @@ between, and it is the sum of its frames.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,12 @@ from dspark.k3.static.decode import StaticDecoder
 from dspark.runtime.graph_decode import GraphDecoder
 from dspark.runtime.graph_frame import FrameResult
 from dspark.runtime.k3_target import K3Target
-from dspark.runtime.records import Generation
-from dspark.runtime.requests import Request
+from dspark.runtime.records import Generation, RoundRecord
+from dspark.runtime.requests import Outcome, Request
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
 from dspark_eval.device_profile import profile
-from dspark_eval.energy import EnergyMeter
+from dspark_eval.energy import EnergyMeter, measure_energy
 from dspark_eval.intervals import ratio_of_ratios
 from dspark_eval.mismatches import NEAR_TIE_STEPS, first_divergence, top2_gap
 
@@ -55,6 +56,25 @@ class Subject:
         )
 
 
+class Always:
+    """One size, whatever is said."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def join(self, seat: int) -> None:
+        """Nothing depends on the text."""
+
+    def next(self, seats: Sequence[int]) -> int:
+        return self._size
+
+    def learn(self, said: Mapping[int, Outcome]) -> None:
+        """Nothing is learnt."""
+
+    def observe(self, record: RoundRecord) -> None:
+        """Nothing is learnt."""
+
+
 @dataclass
 class Run:
     """What one way of decoding did on a set of prompts."""
@@ -64,7 +84,6 @@ class Run:
     tokens: list[int] = field(default_factory=list)
     frame_s: list[float] = field(default_factory=list)
     frame_sizes: list[int] = field(default_factory=list)
-    joules: float | None = None
 
     def rate(self) -> float:
         """Tokens per second."""
@@ -78,7 +97,6 @@ class Run:
             "tokens": sum(self.tokens),
             "frame_ms_p50": float(np.percentile(frames, 50)),
             "frame_ms_p99": float(np.percentile(frames, 99)),
-            "joules_per_token": None if self.joules is None else self.joules / sum(self.tokens),
         }
 
 
@@ -89,18 +107,31 @@ def decode(
     asked = [Request(p, new, index=first + i) for i, p in enumerate(prompts)]
     decoder.frame_s.clear()
     decoder.frame_sizes.clear()
-    meter = EnergyMeter()
-    before = meter.joules()
     found = decoder.generate_many(asked)
-    after = meter.joules()
     run.texts += found
     alone = len(prompts) == 1
     run.seconds.append(found[0].decode_s if alone else sum(decoder.frame_s))
     run.tokens.append(sum(len(g.tokens) - 1 for g in found))
     run.frame_s += decoder.frame_s
     run.frame_sizes += decoder.frame_sizes
-    if before is not None and after is not None:
-        run.joules = (run.joules or 0.0) + after - before
+
+
+def energy(
+    decoder: GraphDecoder, prompts: Sequence[Sequence[int]], new: int, least_s: float
+) -> dict[str, float] | None:
+    """Joules per token of these prompts over and over; None: not asked for (0), or no counter."""
+    size = decoder.seats.batch
+    batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    turn = cycle(enumerate(batches))
+
+    def work() -> int:
+        at, batch = next(turn)
+        run = Run()
+        decode(decoder, batch, new, at * size, run)
+        return run.tokens[0]
+
+    found = measure_energy(work, EnergyMeter(), least_s) if least_s else None
+    return None if found is None else found.document()
 
 
 def compare(
@@ -108,8 +139,10 @@ def compare(
     fast: GraphDecoder,
     prompts: list[list[int]],
     new: int,
+    energy_s: float = 0.0,
 ) -> dict[str, Any]:
-    """Both ways on the same prompts, in batches of as many as there are seats."""
+    """Both ways on the same prompts, in batches of as many as there are seats; then, where asked
+    for, each of them over and over for so many seconds of energy."""
     runs = Run(), Run()
     size = plain.seats.batch
     for turn, start in enumerate(range(0, len(prompts), size)):
@@ -123,8 +156,8 @@ def compare(
     greedy = fast.sampling.greedy
     return {
         "n_prompts": len(prompts),
-        "plain": slow.document(),
-        "speculative": quick.document(),
+        "plain": slow.document() | {"energy": energy(plain, prompts, new, energy_s)},
+        "speculative": quick.document() | {"energy": energy(fast, prompts, new, energy_s)},
         "speedup": quick.rate() / slow.rate(),
         "speedup_ci95": metrics.bootstrap_ci95(both, ratio_of_ratios),
         "accepted_length": metrics.accepted_length(rounds),

@@ -90,7 +90,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for suite in load_suites(name, n_prompts=options.n_prompts, seed=options.seed):
             prompts = [chat.prompt_ids(row.prompt) for row in suite.rows]
             start = time.perf_counter()
-            result = compare(plain, fast, prompts, options.new)
+            result = compare(plain, fast, prompts, options.new, options.energy_seconds)
             few = prompts[: 2 * subject.batch]
             result["experts_per_frame"] = {
                 "plain": distinct_experts(subject, None, few, options.new),
@@ -118,8 +118,9 @@ def line(name: str, result: dict[str, Any]) -> str:
     )
     if experts["plain"] is not None:
         text += f", experts {experts['plain']:.1f} -> {experts['speculative']:.1f}"
-    if fast["joules_per_token"] is not None:
-        text += f", J/token {plain['joules_per_token']:.3f} -> {fast['joules_per_token']:.3f}"
+    if plain["energy"] is not None and fast["energy"] is not None:
+        joules = [way["energy"]["joules_per_token"] for way in (plain, fast)]
+        text += f", J/token {joules[0]:.3f} -> {joules[1]:.3f}"
     if result["texts_equal"] is not None:
         text += f", {result['texts_equal']}/{result['n_prompts']} texts equal"
     return text
@@ -140,6 +141,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", help="of k3-nano itself")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0, help="of the draw of prompts")
+    parser.add_argument("--energy-seconds", type=float, default=3.0, help="of each way; 0: none")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     options = parser.parse_args(arguments)
     options.arguments = list(arguments)
