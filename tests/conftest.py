@@ -13,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,6 +56,27 @@ def _same_start() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
+
+
+GIB = 2**30
+PATIENCE_S = 240.0
+
+
+@pytest.fixture(autouse=True)
+def _room_on_the_card(request: pytest.FixtureRequest) -> Iterator[None]:
+    """`@pytest.mark.gpu(gib=N)`: wait until the card has so much left, for it may be shared."""
+    marker = request.node.get_closest_marker("gpu")
+    if marker is None or not torch.cuda.is_available():
+        yield
+        return
+    needed, started = marker.kwargs.get("gib", 1), time.monotonic()
+    while (free := torch.cuda.mem_get_info()[0] / GIB) < needed:
+        if time.monotonic() - started > PATIENCE_S:
+            pytest.skip(f"{needed} GiB of a card with {free:.1f} free for {PATIENCE_S:.0f} s")
+        time.sleep(1.0)
+    yield
+    if needed > 1:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -280,7 +280,7 @@ def test_bfloat16_without_gradients_on_the_gpu(decay: str, bound: float | None) 
         assert_close(a, b, dtype=BFLOAT16, what=name)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=60)
 def test_offsets_past_32_bits() -> None:
     """(B - 1) T H K passes 2^31: the last sample answers as it does alone."""
     B, T, H, K = 16, 17_500, 64, 128

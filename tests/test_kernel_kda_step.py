@@ -175,7 +175,7 @@ def test_long_runs_do_not_drift() -> None:
     assert_close(state, expected, limit=2e-5)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=24)
 def test_states_past_32_bits() -> None:
     """2.2e9 numbers of state: the last sequence as the first, to the bit, and, but for the sums'
     order, as one alone, which is cut otherwise."""

@@ -147,7 +147,7 @@ def test_kernel_at_real_sizes(n: int, inputs: int, outputs: int, more: bool, poi
     _check(n, inputs, outputs, None, more)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=8)
 @pytest.mark.parametrize("n", [1, 8])
 def test_offsets_beyond_32_bits(n: int) -> None:
     """The last rows of a weight of more than 2^31 numbers."""

@@ -307,7 +307,7 @@ def test_a_captured_graph_follows_the_lengths(poison: None) -> None:
         assert_close(out, mla_decode.mla_decode(w.q, w.latents, w.lengths, w.rank, upto))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=12)
 @pytest.mark.slow
 def test_offsets_beyond_32_bits(poison: None) -> None:
     """1M slots of the fourth sequence begin past 2^31 numbers."""

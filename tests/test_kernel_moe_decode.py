@@ -238,7 +238,7 @@ def test_k3_at_real_widths(n: int, dot: bool, poison: None) -> None:
     _check(moe, n, how, normed=False)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=40)
 @pytest.mark.parametrize("n", [1, 4])
 def test_offsets_beyond_32_bits(n: int) -> None:
     """Only experts that lie behind 2^31 numbers are chosen; the same as a layer of those alone."""
