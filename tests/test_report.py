@@ -149,7 +149,6 @@ def test_a_curve_says_that_its_speed_is_predicted(tmp_path: Path) -> None:
 
 def test_a_file_is_known_by_what_it_holds(tmp_path: Path) -> None:
     atomic_write_json(tmp_path / "any.json", HISTORY)
-    (tmp_path / "notes.json").write_text("{not json")
     atomic_write_json(tmp_path / "config.json", {"hidden_size": 3})
     assert [item.path.name for item in find(tmp_path)] == ["any.json"]
     assert find(tmp_path / "any.json")[0].value == {"history": HISTORY, "settings": None}
@@ -183,6 +182,18 @@ def test_a_folder_with_nothing_known_is_one_line(command: Run, tmp_path: Path) -
         assert expected in err
     assert not (tmp_path / "out").exists()
     assert command()[0] == 2
+
+
+def test_a_damaged_file_is_named_with_its_line(command: Run, tmp_path: Path) -> None:
+    atomic_write_json(tmp_path / "training.json", HISTORY)
+    damaged = tmp_path / "eval" / "eval.json"
+    damaged.parent.mkdir()
+    damaged.write_text('{"suites": {},\n "draft_length": }')
+    for path in (damaged, tmp_path):
+        code, out, err = command(path, "--out", tmp_path / "out")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert f"{damaged}:2: expected JSON" in err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_of_another_version_is_named(tmp_path: Path) -> None:
@@ -252,7 +263,8 @@ def test_tables_of_other_ways_and_of_real_text_are_shown(tmp_path: Path) -> None
     assert re.findall(r"^## (.*)$", text, flags=re.MULTILINE) == [
         "Ways to draft: nano", "Real text", "Where the numbers come from"
     ]  # fmt: skip
-    assert "3.10 (3.00 to 3.20)" in text
+    assert "3.10 (3.00, 3.20)" in text
+    assert "| dspark | 1.75 | 2.25 | 0.002 (at the edge) |" in re.sub(" +", " ", text)
     assert "1.200 [1.100, 1.300]" in text
     assert _links(text) == ["01-ordering-1.png"]
     assert "| gsm8k | 0 | 2 | 50.0 % | 2.50 [2.20, 2.80] |" in text

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import html
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
 
 from dspark.files import atomic_write_json, read_json
-from dspark_eval.reporting import run_report
+from dspark_eval import compare_table
+from dspark_eval.reporting import markdown, run_report
 from dspark_eval.reporting.blocks import from_markdown, table
 from dspark_eval.reporting.confidence import pooled
 from dspark_eval.reporting.page import cell, prose
@@ -187,6 +192,30 @@ def test_markdown_of_other_parts_becomes_blocks() -> None:
     assert blocks[1] == table("c", ["a", "b"], [["x", ""]])
     with pytest.raises(ValueError, match="2 heads, a row with 1 cells"):
         table("c", ["a", "b"], [["x"]])
+
+
+@given(st.lists(st.text(alphabet="ab|\\ ", max_size=8), min_size=2, max_size=2))
+@example(["runs/a|b", "x"])
+@example(["\\|", "|"])
+def test_a_bar_in_a_name_is_no_border(cells: list[str]) -> None:
+    lines = compare_table.table(["a", "b"], [cells])
+    (block,) = from_markdown(lines, "c")
+    assert block == table("c", ["a", "b"], [[cell.strip() for cell in cells]])
+
+
+@given(st.text(alphabet="ab1 *_`<>[]()!&;#~|\\\n-+.=:/", max_size=24))
+@example("1. of\n*three* <b>")
+@example("[2.04, 2.30] of __init__ and a_b, see [x](y)")
+def test_somebodys_text_means_nothing_to_markdown(text: str) -> None:
+    text = text.replace("`", "'")
+    words = " ".join(text.split())
+    shown = MarkdownIt("commonmark").render(markdown.plain(text, start=True))
+    assert html.unescape(re.sub("</?p>", "", shown)).strip() == words
+    assert not words or shown.startswith("<p>")
+
+
+def test_code_stays_code_in_markdown() -> None:
+    assert markdown.plain("`a*b*` of *c* and `d") == "`a*b*` of \\*c\\* and \\`d"
 
 
 def test_forecasts_of_all_positions_are_pooled_bin_by_bin() -> None:

@@ -1,7 +1,7 @@
 """A table where there is room for it, else its rows one below the other: no number is ever cut.
 
-A pipe and most logs are 80 columns wide, or say that they are. A table that is wider than that
-becomes a block of lines for each of its rows, headed by the row's first cell.
+A pipe or a file takes a table of any width. On a terminal that is narrower than the table, each of
+its rows becomes a block of lines, headed by the row's first cell.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ INDENT = "  "
 def show(console: Console, table: Table) -> None:
     """Print a table, whose cells are plain strings, in the way that fits."""
     free = console.options.update(width=UNBOUNDED)
-    if console.measure(table, options=free).maximum <= console.width:
+    needed = console.measure(table, options=free).maximum
+    if not console.is_terminal:
+        console.width = max(console.width, needed)  # nobody's screen ends there
+    if needed <= console.width:
         console.print(table)
         return
     if table.title is not None:

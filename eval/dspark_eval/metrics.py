@@ -110,12 +110,14 @@ def sibling_rate(rounds: Rounds) -> float | None:
 
 
 def rows_per_round(rounds: Rounds) -> float | None:
-    """Rows of a verify pass: anchor, primaries, siblings, and padding where there was any."""
+    """Rows of a verify pass: anchor, primaries, siblings, and padding where there was any. It is
+    what a pass costs; `draft_length_mean` counts what of it was judged."""
     return _ratio(*FIGURES["rows_per_round"](rounds))
 
 
 def draft_length_mean(rounds: Rounds) -> float | None:
-    """sum k / R, draft tokens put before the target per round."""
+    """sum k / R, draft tokens that were judged per round. What stands behind an accepted end token
+    is not judged and not counted, though its rows went through the target."""
     return _ratio(*FIGURES["draft_length_mean"](rounds))
 
 

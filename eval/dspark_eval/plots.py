@@ -124,7 +124,7 @@ def draw_positions(axes: Axes, curves: Mapping[str, Run]) -> None:
     axes.set_xlabel("draft position")
     axes.set_ylabel("P(accepted | all before accepted)")
     axes.set_title("Conditional acceptance", fontsize=10)
-    axes.legend(loc="lower left", frameon=False, fontsize=8)
+    axes.legend(loc="best", frameon=False, fontsize=8)
     tidy(axes)
 
 

@@ -14,11 +14,15 @@ the first ones.
 from __future__ import annotations
 
 import ast
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from rich.console import Console
 
 from dspark.distill.messages import SkipRow, user_turn
 from dspark.distill.prompts import PromptRow, Scalar, read_prompts
@@ -211,7 +215,8 @@ def _fetched(name: str, chosen: PublicSet, folder: Path | None) -> PublicRows:
         ) from None
     files = None if chosen.files is None else list(chosen.files)
     try:
-        data = load_dataset(chosen.path, chosen.config, data_files=files, split=chosen.split)
+        with _fetching(name, chosen.path):
+            data = load_dataset(chosen.path, chosen.config, data_files=files, split=chosen.split)
     except Exception as problem:  # the hub has as many ways to fail as a network has
         reason = (str(problem).strip().splitlines() or [""])[0]
         raise UserError(
@@ -229,3 +234,19 @@ def _fetched(name: str, chosen: PublicSet, folder: Path | None) -> PublicRows:
         rows.append(PromptRow(chosen.path, line, asked, dict(facts), tuple(turns[1:])))
     notes = (f"{chosen.path}: {skipped} rows without text left out",) if skipped else ()
     return PublicRows(tuple(rows), f"{chosen.path} ({chosen.split})", notes)
+
+
+@contextmanager
+def _fetching(name: str, path: str) -> Iterator[None]:
+    """What is going on, on a terminal; without the hub's word on each of its tries, since what
+    comes of them is said in one line."""
+    libraries = [logging.getLogger(library) for library in ("huggingface_hub", "datasets")]
+    levels = [library.level for library in libraries]
+    for library in libraries:
+        library.setLevel(logging.ERROR)
+    try:
+        with Console(stderr=True).status(f"{name}: fetching {path}"):
+            yield
+    finally:
+        for library, level in zip(libraries, levels, strict=True):
+            library.setLevel(level)

@@ -1,4 +1,6 @@
-"""The reliability diagram: predicted against observed survival, one panel for each slot."""
+"""The reliability diagram: predicted against observed survival, one panel for each draft
+position; a mark's area tells how many forecasts it stands for.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +66,10 @@ def _draw_slot(axes: Axes, report: Mapping[str, Any], slot: int) -> None:
         most = max(counts)
         sizes = [max(SMALLEST_DOT, LARGEST_DOT * count / most) for count in counts]
         axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.6)
-        axes.scatter(x, y, sizes, color=colour, marker=marker, label=name, alpha=0.85)
+        axes.scatter(x, y, sizes, color=colour, marker=marker, label=name, alpha=0.85,
+                     clip_on=False, zorder=3)  # fmt: skip
     axes.set_title(
-        f"slot {slot + 1}: ECE {_percent(report['ece_before'][slot])} to "
+        f"position {slot + 1}: ECE {_percent(report['ece_before'][slot])} to "
         f"{_percent(report['ece_after'][slot])}, AUC {_number(report['auc'][slot])}",
         fontsize=8,
     )

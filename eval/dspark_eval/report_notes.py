@@ -39,8 +39,8 @@ def outcome_lines(run: Mapping[str, Any], name: str) -> Iterator[str]:
         return
     ends = ", ".join(f"{key.replace('_', ' ')} {percent(value)}" for key, value in levels.items())
     yield (
-        f"{name}: rounds ended {ends}; {number(run['rows_per_round'], 2)} rows and "
-        f"{number(run['draft_length_mean'], 2)} drafts verified per round"
+        f"{name}: rounds ended {ends}; {number(run['rows_per_round'], 2)} rows a "
+        f"round, {number(run['draft_length_mean'], 2)} of them drafts that were judged"
     )
     if run["bands"] is not None:
         parts = (

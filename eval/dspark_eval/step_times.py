@@ -68,6 +68,7 @@ def profile_pair(
     environment = describe_environment(pair.target.device, pair.target.dtype)
     machine = {key: environment[key] for key in MACHINE}
     environment["timed_by"] = timed_by(pair.target.device)
+    environment["passes"] = repeats  # behind each point
     return CostModel(
         tuple(costs),
         pair.target.name,

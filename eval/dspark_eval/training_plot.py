@@ -8,13 +8,14 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from dspark_eval.plots import BLUE, DPI, RED
+from dspark_eval.plots import BLUE, DPI, GREY, RED
 
 PANELS = (("loss", "loss"), ("accepted_length", "accepted length, teacher forcing"))
 
 
-def plot_training(history: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the records of `training.json`; held-out rows where they were evaluated."""
+def plot_training(history: Sequence[dict[str, Any]], path: Path, title: str = "") -> None:
+    """Draw the records of `training.json`, held-out rows where they were evaluated; `title`: what
+    the points rest on."""
     figure = Figure(figsize=(10.4, 4.0), layout="constrained")
     for axes, (key, label) in zip(figure.subplots(1, 2), PANELS, strict=True):
         for name, colour, marker, points in (
@@ -27,6 +28,7 @@ def plot_training(history: Sequence[dict[str, Any]], path: Path) -> None:
             known = [(step, value) for step, value in points if value is not None]
             if known:
                 axes.plot(*zip(*known, strict=True), color=colour, marker=marker, label=name)
+        axes.set_title(title, fontsize=8.5, color=GREY, loc="left")
         axes.set_xlabel("step")
         axes.set_ylabel(label)
         axes.grid(alpha=0.25)

@@ -66,7 +66,8 @@ def _pictures(value: Mapping[str, Any], setting: Setting) -> Iterator[Picture]:
     yield Picture(
         f"reliability-t{degrees}",
         f"Reliability at temperature {degrees}, all draft positions: predicted against observed "
-        "survival, before and after the fit. On the dashed line a forecast comes true.",
+        "survival, before and after the fit. On the dashed line a forecast comes true; a larger "
+        "mark stands for more forecasts.",
         _pooled_alt(setting),
         partial(panel, partial(draw_reliability, setting=setting), title=n, size=(4.8, 4.2)),
     )
@@ -79,7 +80,8 @@ def _pictures(value: Mapping[str, Any], setting: Setting) -> Iterator[Picture]:
     )
     yield Picture(
         f"reliability-by-position-t{degrees}",
-        f"Reliability at temperature {degrees}, position by position.",
+        f"Reliability at temperature {degrees}, position by position; a larger mark stands for "
+        "more forecasts.",
         _ece_alt(setting),
         partial(plot_reliability, value, setting),
         wide=True,
@@ -108,7 +110,7 @@ def draw_reliability(axes: Axes, setting: Setting) -> None:
         error = percent(setting[f"average_ece_{way}"])
         axes.plot(x, y, color=colour, linewidth=1, linestyle=line)
         axes.scatter(x, y, sizes, color=colour, marker=marker, label=f"{way}: ECE {error}",
-                     edgecolor="white", linewidth=0.5, zorder=3)  # fmt: skip
+                     edgecolor="white", linewidth=0.5, zorder=3, clip_on=False)  # fmt: skip
     axes.set_xlim(0, 1)
     axes.set_ylim(0, 1)
     axes.set_xlabel("predicted survival")
@@ -165,7 +167,9 @@ def _policies(value: Mapping[str, Any]) -> Iterator[Block]:
         f"`{value['drafter']}` for `{value['target']}`, temperature {value['temperature']:g}, at "
         f"most {counted(value['max_new_tokens'], 'new token')}, seed {value['seed']}, "
         f"{machine(value['environment'])}. Thresholds, fitted on other prompts: {stops}. Modelled "
-        "tokens per second come from whole blocks and measured step times."
+        "tokens per second come from whole blocks and measured step times. Verified: drafts that "
+        "were judged, none behind an accepted end token. Rows: all of a target pass, with the "
+        "anchor, siblings, padding and drafts behind the end."
     )
     for name, found in value["sets"].items():
         yield table(

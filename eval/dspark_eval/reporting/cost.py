@@ -48,6 +48,8 @@ def _blocks(value: Mapping[str, Any]) -> Iterator[Block]:
         texts=0,
     )  # fmt: skip
     name = machine(model.environment, short=True) if model.environment else Path(model.target).name
+    if "passes" in model.environment:
+        name = f"n = {model.environment['passes']} a point, {name}"
     for key, drawn, caption in _figures(model):
         yield Picture(key, caption, _alt(model, key), partial(panel, drawn, title=name))
 

@@ -59,7 +59,7 @@ def save(figure: Figure, path: Path) -> None:
 def plot_lengths(bins: Sequence[Mapping[str, Any]], key: str, title: str, path: Path) -> None:
     """How many drafts a round sent ("verified") or got through ("accepted"): a histogram for each
     bin of `dspark_eval.lengths_by_entropy`, the surest on top."""
-    figure = Figure(figsize=(PANEL[0], 1.2 + 0.58 * len(bins)), layout="constrained")
+    figure = Figure(figsize=(PANEL[0], max(2.4, 1.2 + 0.58 * len(bins))), layout="constrained")
     with rc_context(TEXT):
         panels = figure.subplots(len(bins), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
         for axes, found in zip(panels, bins, strict=True):
@@ -76,7 +76,7 @@ def plot_lengths(bins: Sequence[Mapping[str, Any]], key: str, title: str, path: 
             f"drafts {'sent' if key == 'verified' else 'accepted'} in a round (dashed: mean)"
         )
         panels[0].set_title(title, fontsize=8.5, color=GREY, loc="left")
-        figure.supylabel("rounds (%), by mean entropy of the block", fontsize=9)
+        figure.supylabel("rounds (%), by\nmean entropy of the block", fontsize=9)
         save(figure, path)
 
 

@@ -1,4 +1,8 @@
-"""A report as Markdown, with its pictures beside it."""
+"""A report as Markdown, with its pictures beside it.
+
+Names and notes are somebody's text: whatever Markdown or HTML would take for more than letters is
+escaped, but for `code` between backticks, which all of a report's text may hold.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ def write(sections: Sequence[Section], files: Sequence[Mapping[str, str]]) -> st
     """`files`: of each section, picture name to file name."""
     lines = ["# Report", ""]
     for section, drawn in zip(sections, files, strict=True):
-        lines += [f"## {section.title}", ""]
-        lines += [f"From `{section.source}`.", ""] if section.source else []
+        lines += [f"## {plain(section.title)}", ""]
+        lines += [f"From {_code(section.source)}.", ""] if section.source else []
         for block in section.blocks:
             lines += [*_block(block, drawn), ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -23,11 +27,11 @@ def write(sections: Sequence[Section], files: Sequence[Mapping[str, str]]) -> st
 
 def _block(block: Block, drawn: Mapping[str, str]) -> Iterator[str]:
     if isinstance(block, Prose):
-        yield block.text
+        yield plain(block.text, start=True)
     elif isinstance(block, Notes):
-        yield from (f"- Note: {line}" for line in block.lines)
+        yield from (f"- Note: {plain(line)}" for line in block.lines)
     elif isinstance(block, Picture):
-        yield f"![{block.caption}]({drawn[block.name]})"
+        yield f"![{plain(block.caption)}]({drawn[block.name]})"
     elif isinstance(block, Table):
         yield from _table(block)
     elif isinstance(block, Samples):
@@ -35,7 +39,7 @@ def _block(block: Block, drawn: Mapping[str, str]) -> Iterator[str]:
 
 
 def _table(block: Table) -> Iterator[str]:
-    yield f"**{block.caption}**"
+    yield f"**{plain(block.caption)}**"
     yield ""
     yield f"| {' | '.join(map(_cell, block.heads))} |"
     numbers = len(block.heads) - block.texts
@@ -45,7 +49,36 @@ def _table(block: Table) -> Iterator[str]:
 
 
 def _cell(text: str) -> str:
-    return text.strip().replace("|", "\\|").replace("\n", "<br>")
+    lines = (plain(line).replace("|", "\\|") for line in text.strip().splitlines())
+    return "<br>".join(lines)
+
+
+_CODE = re.compile(r"(`[^`]+`)")
+_ACTIVE = re.compile(
+    r"[\\*<`]|~~|(?<=\])\(|&(?=#?\w+;)|(?<![^\W_])_|_(?![^\W_])|(?<!\S)#"  # emphasis, HTML, links
+)
+_OPENING = re.compile(r"[>=+-]|\d+(?P<stop>[.)])(?=\s|\Z)")  # a quotation, a rule, a list
+
+
+def plain(text: str, start: bool = False) -> str:
+    """One line in which nothing but `code` means anything to Markdown; `start`: of a paragraph.
+
+    A bracket alone, an underscore inside a word and a single tilde mean nothing, and stay.
+    """
+    parts = _CODE.split(" ".join(text.split()))
+    parts[::2] = [_ACTIVE.sub(r"\\\g<0>", words) for words in parts[::2]]
+    line = "".join(parts)
+    opening = _OPENING.match(line) if start else None
+    if opening is None:
+        return line
+    place = max(opening.start("stop"), 0)
+    return f"{line[:place]}\\{line[place:]}"
+
+
+def _code(text: str) -> str:
+    """A name as code, whatever backticks stand in it."""
+    fence = "`" * (1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
+    return f"{fence}{text}{fence}" if len(fence) == 1 else f"{fence} {text} {fence}"
 
 
 def _samples(block: Samples) -> Iterator[str]:
@@ -59,9 +92,8 @@ def _samples(block: Samples) -> Iterator[str]:
         text = "".join(marked(entry))
         fence = "`" * max(3, 1 + max((len(run) for run in re.findall(r"`+", text)), default=0))
         yield ""
-        yield (
-            f"{entry['label']}, {entry['why']} accepted length ({entry['accepted_length']:.2f}):"
-        )
+        label = plain(entry["label"], start=True)
+        yield f"{label}, {entry['why']} accepted length ({entry['accepted_length']:.2f}):"
         yield ""
         yield from (f"{fence}text", *text.splitlines(), fence)
 

@@ -3,18 +3,19 @@
 What a file is, is told by what it holds and not by its name, so that `dspark bench --json any.json`
 is found. A folder is searched itself and one level down; of a study or a pruning curve, whose runs
 lie below it, only the whole is shown. A report is a source itself: `report.json` holds everything
-it was made from. A file of a newer schema is refused, since what it says may mean something else.
+it was made from. A file of a newer schema is refused, since what it says may mean something else,
+and so is a damaged one: a number must not be missing from a page without a word.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dspark.errors import UserError
+from dspark.files import read_json
 from dspark.runtime.cost_model import is_cost_model
 from dspark_eval.reporting import acceptance, comparison, confidence, cost, speed, training
 from dspark_eval.reporting.blocks import Section
@@ -90,7 +91,7 @@ KINDS = (
     Kind("frames", _has("plain_frames", "frames", "suites"), speed.frames),
     Kind("eval", _has("suites", "draft_length", "drafter"), acceptance.evaluation),
     Kind("comparison", _is("comparison"), comparison.comparison),
-    Kind("ordering", _is("table1"), comparison.ordering, whole=True),
+    Kind("ordering", _is("table1"), comparison.ordering, newest=2, whole=True),
     Kind("real text", _has("arms", "against_reference"), comparison.real_text, whole=True),
     Kind("calibration", _has("settings", "bins", "dataset"), confidence.calibration),
     Kind("policies", _has("sweeps", "stops", "sets"), confidence.policies),
@@ -130,10 +131,7 @@ def find_all(paths: Sequence[Path]) -> list[Found]:
 def _known(files: Sequence[Path]) -> Iterator[Found]:
     """The files of a known kind. Of a study there are two, one made from the other."""
     for path in files:
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # somebody else's file, or a damaged one: nothing to show
-            continue
+        value = read_json(path)
         if _is(REPORT_KIND)(value):
             yield from _of_report(path, value)
             continue

@@ -63,7 +63,7 @@ def training(source: str, value: Any) -> Section:
             f"From loss {number(history[0].get('loss'), 2)} to {number(last.get('loss'), 2)}, "
             f"from accepted length {number(history[0].get('accepted_length'), 2)} to "
             f"{number(last.get('accepted_length'), 2)}",
-            partial(plot_training, history),
+            partial(plot_training, history, title=_rows(value)),
             wide=True,
         ),
     ]
@@ -80,6 +80,14 @@ def _settings(value: Mapping[str, Any]) -> str:
         f", target `{known.get('target', {}).get('name')}`, backbone {drafter.get('backbone')}, "
         f"block {drafter.get('block_size')}, {train.get('optimizer')}, seed {train.get('seed')}"
     )
+
+
+def _rows(value: Mapping[str, Any]) -> str:
+    """What a point of the curves is of."""
+    known = value.get("settings") or {}
+    taken = known.get("train", {}).get("rows_per_step")
+    kept = known.get("data", {}).get("held_out")
+    return "" if taken is None else f"n = {taken} rows a step, at most {kept} held out"
 
 
 def load_study(path: Path, value: Any) -> Any:
