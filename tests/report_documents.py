@@ -164,22 +164,34 @@ COMPARISON = {
 
 
 def _arm(*each: float) -> dict[str, Any]:
-    over = None if each == (3.0, 3.2) else {"ratio": 1.2, "ratio_ci95": [1.1, 1.3]}
+    first = each == (3.0, 3.2)
+    over = {"ratio": 1.2, "ratio_ci95": [1.1, 1.3], "prompts_sd": 0.02, "seeds_sd": None}
     return {
         "accepted_length": sum(each) / len(each), "accepted_length_per_seed": list(each),
-        "conditional_acceptance": [[0.9]], "dspark_over": over,
+        "conditional_acceptance": [[0.9]], "dspark_over": None if first else over,
+        "verdict": None if first else "ahead",
     }  # fmt: skip
 
 
 ORDERING = {
-    "kind": "table1", "schema_version": 1, "target": "nano", "steps": 10, "draft_length": 3,
+    "kind": "table1", "schema_version": 2, "target": "nano", "steps": 10, "draft_length": 3,
+    "rows_per_step": 8, "rates": [0.001, 0.002], "rate_steps": 4, "rate_prompts": 5,
+    "rows": {"rows": 40, "supervised_tokens": 2000},
     "arms": [
-        {"arm": arm, "seeds": 2, "parameters": 1000, "passes": "1"} for arm in ("dspark", "lookup")
+        {"arm": "dspark", "seeds": [0, 1], "parameters": 1000, "passes": "1", "lr": 0.002,
+         "seconds_per_seed": [4.0, 6.0]},
+        {"arm": "lookup", "seeds": [], "parameters": None, "passes": "0", "lr": None,
+         "seconds_per_seed": []},
     ],
     "results": [
         {"suite": "words", "temperature": 0.0, "n_prompts": 2,
          "arms": {"dspark": _arm(3.0, 3.2), "lookup": _arm(1.5)}}
     ],
+    "rate_search": {
+        "seed": 1000, "suite": "other words", "temperature": 1.0,
+        "arms": {"dspark": {"best": 0.002, "at_the_edge": True, "trials": [
+            {"lr": 0.001, "accepted_length": 1.75}, {"lr": 0.002, "accepted_length": 2.25}]}},
+    },
 }  # fmt: skip
 
 _CELL = {

@@ -13,15 +13,19 @@ from dspark import cli, console
 from dspark.draft.checkpoint import load_drafter
 from dspark.errors import UserError
 from dspark.runtime.loading import load_target
+from dspark.runtime.plain import plain_generate
 from dspark.runtime.records import Generation, RoundRecord
-from dspark_eval.baselines import table
+from dspark.runtime.sampling import SamplingParams
 from dspark_eval.baselines.dflash import without_head
 from dspark_eval.baselines.eagle import EagleConfig, EagleModel
 from dspark_eval.baselines.folders import save_dflash, save_eagle
-from dspark_eval.baselines.table import Plan, build, markdown
-from dspark_eval.compare import CompareOptions, run_compare, summaries
+from dspark_eval.compare import CompareOptions, run_compare
+from dspark_eval.compare_figures import held_against_the_law, summaries
+from dspark_eval.compare_table import lossless_cell
 from dspark_eval.contenders import Contender
+from dspark_eval.fidelity import fidelity_warnings
 from dspark_eval.intervals import MIN_PROMPTS
+from tests.table_target import TableTarget
 from tests.tiny_pair import BLOCK_SIZE, TinyPair, write_pair
 
 
@@ -65,6 +69,7 @@ def test_every_contender_answers_as_plain_decoding_does(
     assert kinds == ["dspark", "lookup", "ar", "dflash", "eagle3", "plain"]
     rows = {entry["name"]: entry for entry in document["suites"]["prompts"]["contenders"]}
     assert [row["greedy_mismatches"] for row in rows.values()] == [0] * 6
+    assert [row["lossless"]["passed"] for row in rows.values()] == [True] * 6
     # the target drafting for itself is always right: 4 accepted and a bonus, until the text ends
     own = rows[f"model:{pair.target}"]
     assert own["acceptance_rate"]["value"] == 1
@@ -92,6 +97,36 @@ def test_the_same_prompts_and_seeds_give_the_same_answers_twice(pair: TinyPair) 
     ):
         assert (a["emitted"], a["rounds"]) == (b["emitted"], b["rounds"])
         assert a["greedy_mismatches"] is None
+        # 30 tokens are too few to tell a law by, and it is said that nothing was tested
+        assert a["lossless"] == b["lossless"]
+        assert (a["lossless"]["method"], a["lossless"]["tokens"]) == ("sampling", 30)
+
+
+def test_one_contenders_wrong_law_is_found_among_right_ones() -> None:
+    """The texts of one are drawn at temperature 0.8 and said to be of 1; 3,000 tokens each."""
+    target = TableTarget.random(12, seed=1)
+    prompts = [[3, 5]] * 60
+
+    def texts(temperature: float, seed: int) -> list[Generation]:
+        sampling = SamplingParams(temperature=temperature)
+        return [
+            plain_generate(
+                target, prompt, max_new_tokens=50, sampling=sampling, end_token_ids=(),
+                seed=seed + at,
+            )
+            for at, prompt in enumerate(prompts)
+        ]  # fmt: skip
+
+    answers = [texts(1.0, 0), texts(0.8, 1000), texts(1.0, 2000)]
+    found = held_against_the_law(
+        target, prompts, answers, SamplingParams(temperature=1.0), seed=0, sets=2
+    )
+    assert [entry["passed"] for entry in found] == [True, False, True]
+    assert [entry["tokens"] for entry in found] == [3000] * 3
+    assert found[0]["level"] == pytest.approx(found[0]["false_alarm"] / 12)  # 2 x 3 x 2 tests
+    (said,) = fidelity_warnings(found[1])
+    assert said.startswith("NOT LOSSLESS")
+    assert lossless_cell(found[1]) == "FAILED, 3000 tokens"
 
 
 def answer(tokens: list[int], emitted: list[int], seconds: float) -> Generation:
@@ -100,14 +135,13 @@ def answer(tokens: list[int], emitted: list[int], seconds: float) -> Generation:
 
 
 def test_ratios_speed_and_mismatches_by_hand() -> None:
-    options = CompareOptions(("a", "b"), max_new_tokens=8)
     contenders = [Contender(n, k, None, 7, None) for n, k in
                   (("a", "dspark"), ("b", "lookup"), ("plain", "plain"))]  # fmt: skip
     texts = [[1] * 7, [2] * 13]
     a = [answer(texts[0], [2, 4], 3.0), answer(texts[1], [6, 6], 3.0)]  # 18 tokens, 4 rounds, 6 s
     b = [answer(texts[0], [2, 2, 2], 6.0), answer([9] * 13, [3, 3, 3, 3], 6.0)]  # 18, 7, 12 s
     plain = [answer(texts[0], [], 6.0), answer(texts[1], [], 12.0)]  # 18 tokens in 18 s
-    first, second, last = summaries(contenders, [a, b, plain], options)
+    first, second, last = summaries(contenders, [a, b, plain], SamplingParams(), seed=0)
     assert first["accepted_length"]["value"] == 18 / 4
     assert second["ratio"]["ratio"] == pytest.approx((18 / 7) / (18 / 4))
     assert second["ratio"]["wins"] == 0
@@ -169,100 +203,3 @@ def test_a_draft_length_beyond_a_block_is_refused(pair: TinyPair) -> None:
 def test_help_names_the_option() -> None:
     shown = CliRunner().invoke(cli.app, ["eval", "--help"], env={"COLUMNS": "200"}).output
     assert "--compare" in shown
-
-
-# ------------------------------------------------------------------ the table of arms and seeds
-
-
-def write_measured(out: Path, arm: str, seed: int, emitted: list[int], rounds: list[int]) -> None:
-    result = {
-        "suite": "nano-problems",
-        "temperature": 0.0,
-        "accepted_length": sum(emitted) / sum(rounds),
-        "acceptance_rate": 0.5,
-        "conditional_acceptance": [0.5],
-        "emitted": emitted,
-        "rounds": rounds,
-    }
-    document = {"parameters": 10, "passes": "1", "results": [result]}
-    path = out / arm / f"seed-{seed}.measure.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(document))
-
-
-def test_the_table_pools_seeds_by_prompt(tmp_path: Path) -> None:
-    plan = Plan(out=tmp_path, seeds=2, device="cpu")
-    for seed, more in ((0, 0), (1, 6)):
-        write_measured(tmp_path, "dspark", seed, [30, 60 + more], [10, 20])
-        write_measured(tmp_path, "dflash", seed, [30, 60], [15, 30])
-    write_measured(tmp_path, "lookup", 0, [30, 60], [30, 60])
-    document = build(plan)
-    (setting,) = document["results"]
-    arms = setting["arms"]
-    assert arms["dspark"]["accepted_length_per_seed"] == [3.0, 96 / 30]
-    over = arms["dflash"]["dspark_over"]
-    assert over["ratio"] == pytest.approx((186 / 60) / 2)  # 30 + 60 + 30 + 66 tokens
-    # a resampled prompt brings both seeds: prompt 1 has 60 / 20, prompt 2 126 / 40
-    assert over["ratio_ci95"] == pytest.approx((3.0 / 2, 3.15 / 2))
-    assert "yes" in markdown(document)
-    assert "not shown" not in markdown(document)
-
-
-def test_a_table_without_its_reference_says_so(tmp_path: Path) -> None:
-    write_measured(tmp_path, "lookup", 0, [30, 60], [30, 60])
-    with pytest.raises(UserError, match="no run of dspark is measured yet"):
-        build(Plan(out=tmp_path, device="cpu"))
-
-
-def test_a_table_runs_what_is_missing_and_nothing_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called: list[list[str]] = []
-
-    def call(arguments: list[str], log: Path, gpu: str | None = None) -> None:
-        called.append(list(arguments))
-        if arguments[0] == "dspark":
-            folder = Path(arguments[-1]).parent
-            (folder / "rows").mkdir(exist_ok=True)
-            (folder / "training.json").write_text("[]")
-        elif arguments[1] == "train":
-            folder = Path(arguments[arguments.index("--out") + 1])
-            folder.mkdir()
-            (folder / "baseline.json").write_text("{}")
-        else:
-            file = Path(arguments[arguments.index("--out") + 1])
-            seed = int(file.name.split(".")[0].removeprefix("seed-"))
-            write_measured(tmp_path, file.parent.name, seed, [30, 60], [10, 20])
-
-    monkeypatch.setattr(table, "call_module", call)
-    plan = Plan(out=tmp_path, arms=("dflash", "lookup"), seeds=2, jobs=1, steps=9, device="cpu")
-    table.run_table(plan, lambda line: None)
-    trained = [words for words in called if words[1] == "train"]
-    assert [words[2] for words in trained] == [str(tmp_path / "first")] * 2
-    assert [words[-2:] for words in trained] == [
-        ["train.max_steps=9", f"train.seed={seed}"] for seed in range(2)
-    ]
-    runs = [words for words in called if words[0] == "dspark"]
-    assert len(runs) == 3  # the first answers, then two seeds train
-    assert len([words for words in called if words[1] == "measure"]) == 5  # lookup once
-    assert (tmp_path / "dspark" / "seed-1" / "rows").is_dir()
-    called.clear()
-    table.run_table(plan, lambda line: None)
-    assert called == []
-    with pytest.raises(UserError, match="a table of other settings lives here"):
-        table.run_table(Plan(out=tmp_path, seeds=2, steps=10, device="cpu"), lambda line: None)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"arms": ("medusa",)}, "--arm medusa: expected one of dspark, dflash, eagle3, ar, lookup"),
-        ({"steps": 0}, "--steps 0: expected 1 or more"),
-        ({"prompts": 1}, "--prompts 1: expected 2 or more"),
-        ({"draft_length": 8}, "--draft-length 8: expected at most 7"),
-        ({"overrides": {"train.seed": 1}}, "--set train.seed: the table decides it"),
-    ],
-)
-def test_wrong_tables_are_refused(change: dict, said: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=said):
-        Plan(out=tmp_path, **change)

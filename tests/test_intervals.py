@@ -159,7 +159,7 @@ def test_an_interval_over_seeds_covers_and_one_over_prompts_does_not():
         rng = np.random.default_rng(trial)
         prompts = rng.uniform(0.7, 1.3, 60)
         ours, theirs = (counts(rng, 2.5, prompts, 3, 0.05) for _ in range(2))
-        low, high = over_seeds(ours, theirs).ci95
+        low, high = over_seeds(ours, theirs).ratio_ci95
         held += low <= 1 <= high
         low, high = paired(ours.sum(0), theirs.sum(0)).ratio_ci95
         by_prompts += low <= 1 <= high
@@ -179,9 +179,9 @@ def test_an_interval_over_seeds_by_hand():
     assert found.seeds_sd == pytest.approx(log / 2)  # sd = log / sqrt 2, over sqrt 2 seeds
     assert found.freedom == pytest.approx(1)
     half = stats.t.ppf(0.975, 1) * log / 2
-    assert found.ci95 == pytest.approx((1.1 * np.exp(-half), 1.1 * np.exp(half)))
+    assert found.ratio_ci95 == pytest.approx((1.1 * np.exp(-half), 1.1 * np.exp(half)))
     alike = over_seeds(theirs, theirs)
-    assert (alike.ratio, alike.ci95, alike.seeds_sd) == (1.0, (1.0, 1.0), None)
-    assert over_seeds(ours[:, :1], theirs[:, :1]).ci95 is None
+    assert (alike.ratio, alike.ratio_ci95, alike.seeds_sd) == (1.0, (1.0, 1.0), None)
+    assert over_seeds(ours[:, :1], theirs[:, :1]).ratio_ci95 is None
     with pytest.raises(ValueError, match="prompts and counts"):
         over_seeds(ours, theirs[:, :1])

@@ -7,6 +7,7 @@ the tokens are.
     ratio        accepted length over that of the first contender, prompts resampled in pairs
     speed-up     tokens per second over those of plain decoding, in pairs too
     mismatches   answers at temperature 0 that are not plain decoding's, token for token
+    lossless     every text read again by the target: drawn from its law? (`compare_figures.py`)
 
 The intervals are about prompts (`intervals.py`). Only first turns are asked.
 """
@@ -14,7 +15,7 @@ The intervals are about prompts (`intervals.py`). Only first turns are asked.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,10 +31,11 @@ from dspark.runtime.records import Generation
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.target import Target
 from dspark_eval import metrics
+from dspark_eval.compare_figures import held_against_the_law, summaries
 from dspark_eval.compare_table import markdown
 from dspark_eval.contenders import PLAIN, Contender, chat_of, open_contender
 from dspark_eval.environment import describe_environment
-from dspark_eval.intervals import paired
+from dspark_eval.fidelity import fidelity_warnings
 from dspark_eval.long_context import prompts_in_context
 from dspark_eval.protocols import departures, protocol_document
 from dspark_eval.report import progress
@@ -104,12 +106,14 @@ class CompareOptions:
 
 @dataclass(frozen=True)
 class Compared:
-    """Contenders and prompts, loaded: `prompts` by suite."""
+    """Contenders and prompts, loaded: `prompts` by suite; `unread`: suites whose contexts are too
+    long for the target to read every text again."""
 
     target: Target
     contenders: tuple[Contender, ...]
     prompts: Mapping[str, list[list[int]]]
     warnings: tuple[str, ...]
+    unread: frozenset[str] = frozenset()
 
 
 def run_compare(options: CompareOptions) -> dict[str, Any]:
@@ -156,7 +160,8 @@ def load_all(options: CompareOptions) -> Compared:
     ]
     warnings += [note for suite in suites for note in suite.notes]
     prompts = {suite.name: _prompt_ids(chat, suite) for suite in suites}
-    return Compared(loaded.target, opened, prompts, tuple(warnings))
+    unread = frozenset(suite.name for suite in suites if suite.context)
+    return Compared(loaded.target, opened, prompts, tuple(warnings), unread)
 
 
 def _prompt_ids(chat: ChatFormat, suite: Suite) -> list[list[int]]:
@@ -171,13 +176,23 @@ def _prompt_ids(chat: ChatFormat, suite: Suite) -> list[list[int]]:
 
 def compare_all(loaded: Compared, options: CompareOptions) -> dict[str, Any]:
     """The JSON document: the setting, the contenders, and each suite by name."""
-    results = {}
+    results, alarms = {}, []
     for suite, prompts in loaded.prompts.items():
         answers = decode_all(loaded, suite, prompts, options)
+        sampling, seed = options.sampling(), options.seed
+        entries = summaries(loaded.contenders, answers, sampling, seed=seed)
+        judged: Sequence[dict[str, Any] | None] = [None] * len(entries)
+        if suite not in loaded.unread:
+            judged = held_against_the_law(
+                loaded.target, prompts, answers, sampling, seed=seed, sets=len(loaded.prompts)
+            )
+        for entry, found in zip(entries, judged, strict=True):
+            entry["lossless"] = found
+            alarms += [f"{suite}, {entry['name']}: {s}" for s in fidelity_warnings(found)]
         results[suite] = {
             "n_prompts": len(prompts),
             "prompts_sha256": hash_tokens(prompts),
-            "contenders": summaries(loaded.contenders, answers, options),
+            "contenders": entries,
         }
     return {
         "schema_version": SCHEMA_VERSION,
@@ -194,7 +209,7 @@ def compare_all(loaded: Compared, options: CompareOptions) -> dict[str, Any]:
         "protocol": protocol_document(options.protocol, options),
         "contenders": [contender.facts() for contender in loaded.contenders],
         "suites": results,
-        "warnings": [*departures(options.protocol, options), *loaded.warnings],
+        "warnings": [*alarms, *departures(options.protocol, options), *loaded.warnings],
         "environment": describe_environment(loaded.target.device, loaded.target.dtype),
     }
 
@@ -227,52 +242,3 @@ def decode_all(
         for answer in own if contender.kind != PLAIN else ():
             metrics.check_generation(answer)
     return answers
-
-
-def summaries(
-    contenders: Sequence[Contender],
-    answers: Sequence[Sequence[Generation]],
-    options: CompareOptions,
-) -> list[dict[str, Any]]:
-    """What each contender's answers amount to, beside the first's and beside plain decoding."""
-    plain = answers[[contender.kind for contender in contenders].index(PLAIN)]
-    first = [answer.rounds for answer in answers[0]]
-    found = []
-    for contender, own in zip(contenders, answers, strict=True):
-        rounds = [answer.rounds for answer in own]
-        pooled = metrics.pool(rounds)
-        is_plain, seed = contender.kind == PLAIN, options.seed
-        estimates = metrics.estimates([[answer] for answer in own], seed=seed)
-        ratio = None
-        if own is not answers[0] and not is_plain:
-            ratio = asdict(metrics.compare(rounds, first, seed=seed))
-        speed = paired([_pace(a) for a in own], [_pace(a) for a in plain], seed=seed)
-        found.append(
-            {
-                "name": contender.name,
-                **{key: asdict(value) for key, value in estimates.items()},
-                "conditional_acceptance": metrics.conditional_acceptance(pooled),
-                "ratio": ratio,
-                "speedup": None if is_plain else asdict(speed),
-                "tokens_per_s": speed.ours,
-                "greedy_mismatches": _mismatches(own, plain, options),
-                **metrics.round_times_ms(pooled),
-                "emitted": [sum(r.emitted for r in held) for held in rounds],
-                "rounds": [len(held) for held in rounds],
-            }
-        )
-    return found
-
-
-def _pace(answer: Generation) -> tuple[float, float]:
-    """Tokens after the first, and their seconds."""
-    return max(len(answer.tokens) - 1, 0), answer.decode_s
-
-
-def _mismatches(
-    own: Sequence[Generation], plain: Sequence[Generation], options: CompareOptions
-) -> int | None:
-    """Answers that are not plain decoding's; None above temperature 0, where no two need agree."""
-    if not options.sampling().greedy:
-        return None
-    return sum(a.tokens != b.tokens for a, b in zip(own, plain, strict=True))

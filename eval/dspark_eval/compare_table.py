@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dspark.wording import counted
 from dspark_eval.cells import NOT_MEASURED, interval, number, percent
 
 HEAD = (
@@ -17,6 +18,7 @@ HEAD = (
     "draft share",
     "speed-up [95 %]",
     "other greedy texts",
+    "read again by the target",
 )
 
 
@@ -48,7 +50,15 @@ def _row(entry: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
         percent(entry["draft_share"]["value"]),
         NOT_MEASURED if speed is None else ratio_cell(speed["ratio"], speed["ratio_ci95"]),
         NOT_MEASURED if wrong is None else str(wrong),
+        lossless_cell(entry.get("lossless")),
     ]
+
+
+def lossless_cell(found: Mapping[str, Any] | None) -> str:
+    """What the target says of the texts (`fidelity.judge`)."""
+    if found is None or found["passed"] is None:
+        return NOT_MEASURED
+    return f"{'passed' if found['passed'] else 'FAILED'}, {counted(found['tokens'], 'token')}"
 
 
 def ratio_cell(value: float | None, bounds: Sequence[float] | None) -> str:
@@ -58,10 +68,16 @@ def ratio_cell(value: float | None, bounds: Sequence[float] | None) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a markdown table, its columns padded so that they stand under each other."""
+    """Lines of a markdown table, its columns padded so that they stand under each other. A cell's
+    own `|` is escaped."""
+    head, rows = _escaped(head), [_escaped(row) for row in rows]
     widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
 
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)) + " |"
 
     return [line(head), "|" + "|".join("-" * (w + 2) for w in widths) + "|", *map(line, rows)]
+
+
+def _escaped(cells: Sequence[str]) -> list[str]:
+    return [cell.replace("|", "\\|") for cell in cells]

@@ -145,7 +145,7 @@ class OverSeeds:
     """Two recipes, each trained from several seeds and measured on the same prompts.
 
     ratio       ours over theirs, all seeds pooled
-    ci95        over prompts and seeds; None below two prompts
+    ratio_ci95  over prompts and seeds; None below two prompts
     prompts_sd  standard error of log ratio from the choice of prompts
     seeds_sd    that from the choice of seeds; None where neither side has two
     freedom     of Student's t
@@ -153,7 +153,7 @@ class OverSeeds:
     """
 
     ratio: float
-    ci95: Interval | None
+    ratio_ci95: Interval | None
     prompts_sd: float | None
     seeds_sd: float | None
     freedom: float | None

@@ -17,9 +17,11 @@ import torch
 from dspark.commands.distill import parse_settings
 from dspark.errors import UserError
 from dspark_eval.baselines.folders import KINDS, save_ar, save_dflash, save_eagle
-from dspark_eval.baselines.measure import measure
+from dspark_eval.baselines.measure import SETTINGS, VALIDATION_SETTINGS, measure
+from dspark_eval.baselines.plan import ARMS, RATES, Plan
 from dspark_eval.baselines.rows import RunData, read_run
-from dspark_eval.baselines.table import ARMS, Plan, markdown, run_table
+from dspark_eval.baselines.table import run_table
+from dspark_eval.baselines.table_text import markdown
 
 
 def main(arguments: list[str]) -> int:
@@ -57,6 +59,9 @@ def _measure_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", default="nano")
     parser.add_argument("--draft-length", type=int, default=7)
     parser.add_argument("--prompts", type=int, default=60, help="prompts of each set")
+    parser.add_argument(
+        "--validation", action="store_true", help="on prompts that choices may be made by"
+    )
 
 
 def _table_options(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +72,12 @@ def _table_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--prompts", type=int, default=60, help="prompts of each measurement")
     parser.add_argument("--draft-length", type=int, default=7)
+    parser.add_argument(
+        "--rates", nargs="+", type=float, default=list(RATES),
+        help="learning rates each arm is tried with; one: no search",
+    )  # fmt: skip
+    parser.add_argument("--rate-steps", type=int, default=400, help="steps of a trial")
+    parser.add_argument("--rate-prompts", type=int, default=40, help="validation prompts of each")
     parser.add_argument("--target", default="nano")
     parser.add_argument(
         "--device", default="auto", help="where runs train; measuring is on the CPU"
@@ -101,6 +112,7 @@ def train_baseline(data: RunData, kind: str, out: Path, *, match: bool) -> dict[
             "target": data.config.target.name,
             "rows_digest": data.rows.digest,
             "rows": len(data.rows.training),
+            "supervised_tokens": sum(row.supervised for row in data.rows.training),
             "steps": trained.steps,
             "seed": data.config.train.seed,
             "lr": data.config.train.lr,
@@ -137,6 +149,7 @@ def _measure(options: argparse.Namespace) -> None:
         target=options.target,
         draft_length=options.draft_length,
         prompts=options.prompts,
+        settings=VALIDATION_SETTINGS if options.validation else SETTINGS,
     )
     for result in document["results"]:
         length = result["accepted_length"]
@@ -152,6 +165,9 @@ def _table(options: argparse.Namespace) -> None:
         jobs=options.jobs,
         prompts=options.prompts,
         draft_length=options.draft_length,
+        rates=tuple(options.rates),
+        rate_steps=options.rate_steps,
+        rate_prompts=options.rate_prompts,
         target=options.target,
         device=options.device,
         overrides=parse_settings(options.set),

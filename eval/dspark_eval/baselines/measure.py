@@ -3,11 +3,13 @@
     python -m dspark_eval.baselines measure CONTENDER --out FILE
 
 decodes the held-out prompts of `study.measure` with its settings and seeds, so that drafters of a
-study and baselines stand on the same prompts.
+study and baselines stand on the same prompts. `--validation` decodes others, which nothing else is
+measured on: what is chosen by them is not flattered.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,21 @@ from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
 from dspark_eval.contenders import Contender, open_contender
 from dspark_eval.study.measure import MAX_NEW_TOKENS, SEED, SETTINGS
-from dspark_eval.suites import load_suites
+from dspark_eval.suites import VALIDATION, load_suites
+
+VALIDATION_SETTINGS = ((VALIDATION, 1.0),)
 
 
 def measure(
-    name: str, out: Path, *, target: str, draft_length: int, prompts: int
+    name: str,
+    out: Path,
+    *,
+    target: str,
+    draft_length: int,
+    prompts: int,
+    settings: Sequence[tuple[str, float]] = SETTINGS,
 ) -> dict[str, Any]:
-    """Decode every prompt set of `SETTINGS` with the contender `name`; written to `out`."""
+    """Decode prompt sets, each at a temperature, with the contender `name`; written to `out`."""
     loaded = load_target(target)
     contender = open_contender(name, loaded, draft_length)
     document = {
@@ -33,7 +43,7 @@ def measure(
         "draft_length": draft_length,
         "results": [
             _measure(contender, loaded, suite, temperature, draft_length, prompts)
-            for suite, temperature in SETTINGS
+            for suite, temperature in settings
         ],
     }
     atomic_write_json(out, document)

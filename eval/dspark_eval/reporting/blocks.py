@@ -6,10 +6,13 @@ A section is a title and blocks in reading order. Prose and cells are plain text
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+_BETWEEN_CELLS = re.compile(r"(?<!\\)\|")
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ def from_markdown(lines: Sequence[str], caption: str) -> Iterator[Block]:
     rows: list[tuple[str, ...]] = []
     for line in [*lines, ""]:
         if line.startswith("|"):
-            rows.append(tuple(cell.strip() for cell in line.strip()[1:-1].split("|")))
+            cells = _BETWEEN_CELLS.split(line.strip()[1:-1])
+            rows.append(tuple(cell.strip().replace("\\|", "|") for cell in cells))
         elif line.strip():
             paragraph.append(line.strip())
         else:

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from dspark.errors import UserError
 from dspark.wording import counted
-from dspark_eval.baselines.table import markdown as table_markdown
+from dspark_eval.baselines.table import SCHEMA_VERSION
+from dspark_eval.baselines.table_text import equal, rate_table, rate_title, setting_table
 from dspark_eval.cells import number
 from dspark_eval.compare_table import markdown
 from dspark_eval.plots import BLUE, GREY, MARKERS, SERIES, tidy
@@ -92,22 +94,21 @@ def _pictures(index: int, suite: str, found: Entry, caption: str) -> Iterator[Pi
 
 
 def ordering(source: str, value: Any) -> Section:
-    """Several kinds of drafters trained alike, by seeds."""
+    """Several kinds of drafters trained alike, by seeds. Raises UserError for an older table."""
+    if value["schema_version"] < SCHEMA_VERSION:
+        raise UserError(
+            f"{source}: a table of an earlier dspark; the command that wrote it makes it anew, and "
+            "measures nothing twice"
+        )
     return Section(f"Ways to draft: {name(value['target'])}", tuple(_ordering(value)), source)
 
 
 def _ordering(value: Mapping[str, Any]) -> Iterator[Block]:
-    yield Prose(
-        f"Target `{value['target']}`, {counted(value['steps'], 'step')} each on the same rows, "
-        f"draft length {value['draft_length']}. Accepted length with the bonus token: mean over "
-        "seeds, lowest and highest; ratios 95 % over prompts, in pairs, all seeds together."
-    )
+    yield Prose(equal(value))
     for index, setting in enumerate(value["results"], start=1):
         n = counted(setting["n_prompts"], "prompt")
         caption = f"{setting['suite']}, temperature {setting['temperature']:g}, {n}"
-        alone = table_markdown({**value, "results": [setting]})
-        rows = [line for line in alone.splitlines() if line.startswith("|")]
-        yield from from_markdown(rows, caption)
+        yield from from_markdown(setting_table(value, setting), caption)
         shown = [(arm, row["accepted_length"], _ends(row)) for arm, row in setting["arms"].items()]
         size = (PANEL[0], 1.1 + 0.36 * len(shown))
         drawn = partial(draw_intervals, rows=shown, x="accepted length, mean over seeds")
@@ -117,6 +118,8 @@ def _ordering(value: Mapping[str, Any]) -> Iterator[Block]:
             "; ".join(f"{arm} {middle:.2f}" for arm, middle, _ in shown),
             partial(panel, drawn, title=f"{label(setting['suite'])}, n = {n}", size=size),
         )
+    if trials := rate_table(value):
+        yield from from_markdown(trials, rate_title(value))
 
 
 def _ends(row: Mapping[str, Any]) -> tuple[float, float] | None:
