@@ -1,5 +1,5 @@
 """`kda_decode` by one launch: rows of a chain by `kda_round_triton`, of a tree by
-`kda_round_tree_triton`."""
+`kda_round_tree_triton`, a chain on NVIDIA under a bounded gate by `kda_round_block_gluon`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
+from dspark_kernels.kda_blocks import block_kernel, in_blocks
 from dspark_kernels.kda_decode import check, expand
 from dspark_kernels.kda_round_tree_triton import tree_kernel
 from dspark_kernels.kda_round_triton import round_kernel
@@ -76,6 +77,13 @@ def kda_decode(
         "HELD": triton.next_power_of_2(W - 1 if fold else W - 1 + T),
         "BOUNDED": lower_bound is not None, **early(),
     }  # fmt: skip
+    if upto is None and V <= K and in_blocks(max(R, T), K, bound):
+        del sizes["TQ"], sizes["BOUNDED"]
+        block_kernel("round")[(B * H,)](
+            *tensors, out, K**-0.5, eps, bound, *strides, FOLD=fold, WARPS=V // COLUMNS,
+            num_warps=V // COLUMNS, **_limited(V, B * H), **sizes,
+        )  # fmt: skip
+        return out
     if upto is None or taps is None:
         programs = min(B * H, PROGRAMS)
         ready = (R + T + 1) * (2 * K + V + 16) + (T + 1) * (K + V)

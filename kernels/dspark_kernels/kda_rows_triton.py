@@ -54,14 +54,6 @@ def log_decay(a, rate, bound, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def touch(start, ROWS: tl.constexpr, COLS: tl.constexpr, STRIDE: tl.constexpr, STEP: tl.constexpr):
-    """Bring ROWS x COLS float32 at ``start`` into the L2 cache: one number in STEP is read, and
-    nothing waits for it."""
-    rows, cols = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS // STEP)[None, :] * STEP
-    tl.load(start + rows * STRIDE + cols, volatile=True)
-
-
-@triton.jit
 def product(a, b, PRECISION: tl.constexpr):
     """a [m, n] times b [n, l] in float32."""
     if a.shape[0] < 8 or a.shape[1] < 16:

@@ -1,5 +1,5 @@
 """`kda.step` in one pass over the state: rows of a chain by `kda_step_chain_triton`, of a tree by
-`kda_step_tree_triton`."""
+`kda_step_tree_triton`, a chain under a bounded gate on NVIDIA by `kda_step_block_gluon`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from dspark_kernels.kda_blocks import block_kernel, in_blocks
 from dspark_kernels.kda_rows_triton import MAX_EXPONENT
 from dspark_kernels.kda_step_chain_triton import chain_kernel, row_kernel
 from dspark_kernels.kda_step_tree_triton import tree_kernel
@@ -22,6 +23,8 @@ ROW_SHAPES = ((16, 2), (64, 4))
 """Columns and warps of a program on one row: for few heads, for many."""
 CHAIN_SHAPES = ((64, 16), (128, 16))
 """Columns of a program on several rows, and of each of its warps: for few heads, for many."""
+BLOCK_WARPS = (4, 8)
+"""Warps of a program on a block of rows, 16 columns each: for few heads, for many."""
 SCALE = True
 REGISTERS: int | None = 128
 """Of a thread where a program has 128 columns, so that two programs fit on a processor."""
@@ -102,6 +105,14 @@ def _chain(
         row_kernel[(V // BV * B * H,)](
             *tensors, *numbers, *(x.stride(0) for x in (q, k, v, g, beta)),
             BV=BV, num_warps=warps, **sizes,
+        )  # fmt: skip
+        return read, new
+    if gate is not None and in_blocks(T, K, numbers[1]):
+        warps = min(BLOCK_WARPS[B * H > FEW], V // 16, K // 16)
+        block_kernel("step")[(V // (16 * warps) * B * H,)](
+            *tensors, *numbers, keep, *_strides(q, k, v, g, beta),
+            T=T, H=H, K=K, V=V, WRITE=keep > 0, WARPS=warps, num_warps=warps,
+            **({"maxnreg": REGISTERS} if REGISTERS and warps == 8 else {}), **early(),
         )  # fmt: skip
         return read, new
     BV, VV = CHAIN_SHAPES[B * H > FEW]
