@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import torch
 
@@ -37,3 +38,21 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cpu" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def fetch(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Send a tensor to the host; what is returned gives it, once it is there.
+
+    Work that is queued on the device in between is not waited for.
+    """
+    if tensor.device.type == "cpu":
+        return lambda: tensor
+    copy = tensor.to("cpu", non_blocking=True)
+    sent = torch.cuda.Event()
+    sent.record()
+
+    def landed() -> torch.Tensor:
+        sent.synchronize()
+        return copy
+
+    return landed

@@ -12,12 +12,13 @@ a step they are added up in float32.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from dspark.devices import fetch
 from dspark.distill.processes import Processes
 from dspark.distill.rules import Named, master_weights
 
@@ -49,6 +50,7 @@ class ApartGradients:
         self._versions = dict.fromkeys(self.copies, -1)
         self._sums: dict[str, Tensor] | None = None
         self._norms: Tensor | None = None
+        self._landed: Callable[[], Tensor] | None = None
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -118,12 +120,25 @@ class ApartGradients:
                 ):
                     norms[at] = norm
         self._norms = torch.stack(norms)
+        self._landed = fetch(self._norms)
+
+    @torch.no_grad()
+    def settle(self, weight: Tensor, finite: Tensor, limit: float) -> None:
+        """Set `scale` on the device: divided by the step's weight [], clipped to a norm of `limit`.
+
+        It is NaN, which changes nothing, where a norm is not finite, `weight` is zero or `finite`
+        [] says no.
+        """
+        assert self._norms is not None, "measure() comes first"
+        weight = weight.double()
+        norm = self._norms.double().square().sum().sqrt() / weight
+        scale = (limit / norm).clamp(max=1.0) / weight
+        self.scale.copy_(torch.where(finite & torch.isfinite(norm), scale, torch.nan))
 
     def finish(self, weight: float, limit: float) -> tuple[float, str | None]:
-        """As `FlatGradients.finish`; the gradients themselves stay as they are."""
-        assert self._norms is not None, "measure() comes first"
-        norms = self._norms.tolist()
+        """The norm before clipping, and the first bad name, if any, of what `settle` was given."""
+        del limit
+        assert self._landed is not None, "measure() comes first"
+        norms = self._landed().tolist()
         bad = next((n for (n, _), v in zip(self.named, norms, strict=True) if v - v != 0), None)
-        norm = sum(value**2 for value in norms) ** 0.5 / weight
-        self.scale.fill_(min(1.0, limit / norm if norm else 1.0) / weight)
-        return norm, bad
+        return sum(value**2 for value in norms) ** 0.5 / weight, bad

@@ -26,6 +26,7 @@ from torch import Tensor
 from dspark import ops
 from dspark.devices import send
 from dspark.distill.terms import TERMS, mixture
+from dspark.products import add_product
 
 if TYPE_CHECKING:
     from dspark.distill.fused import Chunk, Slots
@@ -85,18 +86,18 @@ def head_terms(
     gradients = []
     if trained:
         gradients = [torch.empty_like(states), torch.empty_like(codes)]
-    of_weight = None
-    for part in slots.chunks(chunk):
+    parts = slots.chunks(chunk)
+    if trained:
+        made = torch.empty_like if parts else torch.zeros_like
+        gradients.append(made(weight, dtype=total.dtype))
+    for at, part in enumerate(parts):
         z, mixed = _pulled(part, (states, codes, weight), slots, terms, trained)
         total += mixed
         if trained:
             torch.mm(z, slots.head, out=gradients[0][part.rows])
             torch.mm(z, weight, out=gradients[1][part.rows])
-            more = _wide_product(z.T, codes[part.rows])
-            of_weight = more if of_weight is None else of_weight.add_(more)
+            add_product(gradients[2], z.T, codes[part.rows], fresh=at == 0)
         del z
-    if trained:
-        gradients.append(torch.zeros_like(weight) if of_weight is None else of_weight)
     return total, gradients
 
 
@@ -126,10 +127,3 @@ def _pulled(
         found = worth.detach(), found[1]
         z = ops.distill_pull(z, target, shared, slots.labels[rows], wanted, found, coefficients)
     return z, mixed.detach()
-
-
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in float32, of half-precision matrices."""
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return a.float() @ b.float()

@@ -40,6 +40,10 @@ class KernelAdamW:
         for name, parameter in self._gradients.named:
             self._update(name, parameter, lr)
 
+    def undo(self) -> None:
+        """Forget an update whose gradients had a `scale` that changes nothing."""
+        self._updates -= 1
+
     def _update(self, name: str, parameter: Tensor, lr: float) -> None:
         settings, gradient = self._settings, self._gradients.of(name, parameter)
         if gradient is None:

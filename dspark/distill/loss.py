@@ -110,6 +110,7 @@ def distill_loss(
     target_rows: Tensor | None = None,
     head: Tensor | None = None,
     imitated: fused_head.Imitated | None = None,
+    places: tuple[Places, Places] | None = None,
 ) -> LossSums:
     """Sums of the loss terms over all supervised slots of a batch of blocks.
 
@@ -139,25 +140,30 @@ def distill_loss(
         head: [V, D], the LM head if `to_logits` is the product with it and nothing else, to take
             all products in its dtype (`fused_head.takes` it).
         imitated: The target's logits at the supervised slots, in order, if they are known already.
+        places: Of `supervised`, where that is and on the device, if they have been found already.
     """
     slots, device = supervised.shape[-1], hidden.device
-    found = Places.of(supervised)
-    places = found.to(device)
-    grid = Grid(places.block, places.position, len(found.on), slots)
+    if places is None:
+        found = Places.of(supervised)
+        places = found, found.to(device)
+    found, there = places
+    grid = Grid(there.block, there.position, len(found.on), slots)
     # Masked, not only left out: a later slot must not reach an earlier one through 0 * NaN.
-    before, hidden = places.in_use(prev), places.in_use(hidden, 2)
-    if not places.whole:
-        off = ~places.on
+    before, hidden = there.in_use(prev), there.in_use(hidden, 2)
+    if not there.whole:
+        off = ~there.on
         before, hidden = before.masked_fill(off, 0), hidden.masked_fill(off[..., None], 0)
-    states, codes = places.picked(hidden), places.picked(markov_head.codes(before, hidden))
-    chosen_labels, known = places.picked(places.in_use(labels)), None
+    states, codes = there.picked(hidden), there.picked(markov_head.codes(before, hidden))
+    chosen_labels, known = there.picked(there.in_use(labels)), None
     if vocabulary is not None:
         chosen_labels, known = vocabulary.labels(chosen_labels)
-    if target_rows is None:
-        target_states = places.picked(places.in_use(target_hidden, 2))
+    if imitated is not None:
+        target_states, chosen_rows = target_hidden, imitated.shared
+    elif target_rows is None:
+        target_states = there.picked(there.in_use(target_hidden, 2))
         chosen_rows = torch.arange(len(target_states), device=device)
     else:
-        near = found if target_rows.device == found.block.device else places
+        near = found if target_rows.device == found.block.device else there
         target_states, chosen_rows = target_hidden, near.picked(near.in_use(target_rows))
     if head is None:
         chosen_rows = chosen_rows.to(device)
@@ -167,7 +173,7 @@ def distill_loss(
         labels=chosen_labels,
         known=known,
         grid=grid,
-        counts=found.on.sum(-1).tolist(),
+        counts=found.counts,
         vocabulary=vocabulary,
         to_logits=to_draft_logits or to_logits,
         to_target_logits=torch.no_grad()(to_logits),
@@ -186,7 +192,8 @@ def distill_loss(
     w = slot_weights(slots, objective.decay, acceptance)[grid.position]
     bce = predicted = torch.zeros_like(acceptance)
     if confidence_head is not None:
-        embed = markov_head.embed(places.picked(before))
+        # Where the code of a slot is the embedding itself, the table is read once for both.
+        embed = codes if markov_head.plain else markov_head.embed(there.picked(before))
         if confidence_detach:
             states, embed = states.detach(), embed.detach()
         logit = confidence_head(states, embed).to(acceptance.dtype)

@@ -22,6 +22,7 @@ from dspark.distill.fused import DraftVocabulary
 from dspark.distill.fused_head import Imitated, imitate
 from dspark.distill.hardness import hard_anchors
 from dspark.distill.loss import LossSums, chunk_slots, distill_loss
+from dspark.distill.places import Places
 from dspark.distill.taps import Features, FeatureSource, target_features
 from dspark.distill.terms import Objective
 from dspark.distill.train_settings import TrainSettings
@@ -57,6 +58,8 @@ class Ready:
     batch: with the anchors that are used. features: the target's states. block: its blocks, where
     the batch was given: on the host, nothing has to wait for the device. prev, labels: those of the
     blocks, on the device. head, imitated: see `fused_head.py`; None for the path of `fused.py`.
+    places: supervised slots, where `block` is and on the device. padded: whether a position or an
+    anchor is none.
     """
 
     batch: Batch
@@ -66,6 +69,8 @@ class Ready:
     labels: Tensor
     head: Tensor | None
     imitated: Imitated | None
+    places: tuple[Places, Places]
+    padded: bool
 
 
 def batch_sums(
@@ -108,7 +113,12 @@ def prepare(
     if head is not None and settings.chunk is None:
         imitated = imitate(head, features.hidden.flatten(0, 1), rows[block.supervised])
     prev, labels = send(block.prev, device), send(block.labels, device)
-    return Ready(batch, features, replace(block, rows=rows), prev, labels, head, imitated)
+    found = Places.of(block.supervised)
+    padded = not bool(given.valid.all() and given.anchors.valid.all())
+    return Ready(
+        batch, features, replace(block, rows=rows), prev, labels, head, imitated,
+        (found, found.to(device)), padded,
+    )  # fmt: skip
 
 
 def _ready_sums(
@@ -127,6 +137,7 @@ def _ready_sums(
             target.embed(inputs),
             batch.anchors.positions,
             batch.anchors.valid,
+            ready.padded,
         )
     ids = drafter.draft_ids
     # Outside autocast: logits come in the target's dtype, as they do at run time, and the rest in
@@ -148,6 +159,7 @@ def _ready_sums(
         target_rows=block.rows,
         head=ready.head,
         imitated=ready.imitated,
+        places=ready.places,
     )
 
 

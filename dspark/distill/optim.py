@@ -131,13 +131,38 @@ class Optimiser:
             else [KernelAdamW(apart, settings)]
         )
         self._average = Average(self.gradients.named, settings.ema) if settings.ema else None
+        self._clip, self._begun = settings.clip, False
+
+    def begin_step(self, lr: float, weight: Tensor, finite: Tensor) -> None:
+        """Queue the update of `step` before the host knows whether there is to be one.
+
+        Only where gradients are apart, else nothing is done yet. `weight` and `finite`, [] on the
+        device: see `ApartGradients.settle`. `step` or `drop_step` comes next.
+        """
+        if isinstance(self.gradients, ApartGradients):
+            self.gradients.settle(weight, finite, self._clip)
+            self._begun = True
+            self._apply(lr)
 
     def step(self, lr: float) -> None:
-        """Apply the gradient buffer at rate `lr`."""
-        for rule in self._rules:
-            rule.step(lr)
+        """Apply the gradient buffer at rate `lr`, if that has not begun."""
+        if not self._begun:
+            self._apply(lr)
+        self._begun = False
         if self._average is not None:
             self._average.update()
+
+    def drop_step(self) -> None:
+        """There is no update: a step that has begun, and changes nothing, is not counted."""
+        if self._begun:
+            for rule in self._rules:
+                assert isinstance(rule, KernelAdamW)
+                rule.undo()
+        self._begun = False
+
+    def _apply(self, lr: float) -> None:
+        for rule in self._rules:
+            rule.step(lr)
 
     def computing(self) -> AbstractContextManager[None]:
         """Inside, the module computes with its copies in half precision, if it has any."""

@@ -8,6 +8,7 @@ Letters: m blocks in use, n supervised slots, G slots of a block.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,6 +42,12 @@ class Places:
         block, position = on.nonzero(as_tuple=True)
         every = None if len(used) == len(flat) else used
         return cls(every, on, block, position, len(block) == on.numel())
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Supervised slots of each block in use."""
+        counts: list[int] = self.on.sum(-1).tolist()
+        return counts
 
     def to(self, device: torch.device) -> Places:
         """The same on a device."""

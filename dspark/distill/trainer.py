@@ -12,7 +12,7 @@ weights change, with the step, the rows and the first bad tensor in one line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.devices import send
+from dspark.devices import fetch, send
 from dspark.distill.ahead import Ahead
 from dspark.distill.apart import ApartGradients
 from dspark.distill.batches import Batch, Schedule, deal, make_batch
@@ -111,9 +111,9 @@ class Trainer:
         self.drafter.train()
         gradients = self.optimiser.gradients
         epoch, row_ids = self.schedule.step_rows(step)
-        batches = list(self._batches(self.rows, row_ids, epoch))
+        batches = list(self._batches(self.rows, row_ids, epoch, self._ahead.batch(step)))
         gradients.zero(len(batches))
-        sums = zero_sums(self.drafter.config.block_size, self.processes.device)
+        sums: LossSums | None = None
         tokens, fault = 0, None
         parts: list[tuple[Batch, LossSums]] = []
         for at, batch in enumerate(batches):
@@ -121,22 +121,25 @@ class Trainer:
             if fault is None:
                 part, fault = self._accumulate(batch, step if at == 0 else None)
                 parts.append((batch, part))
-                sums = sums + part
+                sums = part if sums is None else sums + part
             gradients.collect()  # after a fault too: the others may wait for this process in it
         gradients.reduce(self.processes)
         gradients.measure()
+        lr = learning_rate(step, self.schedule.total_steps, self.settings)
+        landed = self._reduce(sums, tokens, fault is not None, lr)
         self._begin(step + 1)
-        sums, finite, (tokens, faults, stops) = self._reduce(sums, tokens, fault is not None)
+        sums, finite, (tokens, faults, stops) = self._read(landed())
         if faults or not finite:
             self._stop(step, self.processes.texts(fault or self._fault(parts)))
         weight = float(sums.normaliser)
-        lr = learning_rate(step, self.schedule.total_steps, self.settings)
         norm = 0.0
         if weight > 0:
             norm, bad = gradients.finish(weight, self.settings.clip)
             if bad is not None:
                 self._stop(step, [f"gradient of {bad} not finite; rows {sorted(row_ids)}"])
             self.optimiser.step(lr)
+        else:
+            self._drop_step()
         return StepResult(step, epoch, sums, lr, norm, tokens, stops > 0)
 
     @torch.no_grad()
@@ -146,31 +149,46 @@ class Trainer:
         for batch in self._batches(rows, range(len(rows)), HELD_OUT_EPOCH):
             part = batch_sums(self.target, self.drafter, batch, self.settings, self.source)
             sums = sums + part
-        sums, _, _ = self._reduce(sums, 0, False)
+        sums, _, _ = self._read(self._reduce(sums, 0, False)())
         return report(sums, objective(self.settings))
 
     def _batches(
-        self, rows: Sequence[TrainingRow], row_ids: Sequence[int], epoch: int
+        self,
+        rows: Sequence[TrainingRow],
+        row_ids: Sequence[int],
+        epoch: int,
+        first: Batch | None = None,
     ) -> Iterator[Batch]:
-        """Micro-batches of this process, at least one, each made when it is asked for."""
+        """Micro-batches of this process, at least one, each made when it is asked for.
+
+        `first`: the first of them, where it has been made.
+        """
         lengths = {i: len(rows[i].ids) for i in row_ids}
         settings, processes = self.settings, self.processes
         dealt = deal(row_ids, lengths, settings.micro_rows, processes.rank, processes.world)
         scored = settings.anchor_choice != "uniform" and epoch != HELD_OUT_EPOCH
-        return (
-            make_batch(
-                rows, ids, anchors=settings.anchors, seed=settings.seed, epoch=epoch, noise=scored
+        for at, ids in enumerate(dealt):
+            yield (
+                first
+                if at == 0 and first is not None
+                else make_batch(
+                    rows,
+                    ids,
+                    anchors=settings.anchors,
+                    seed=settings.seed,
+                    epoch=epoch,
+                    noise=scored,
+                )
             )
-            for ids in dealt
-        )
 
     def _begin(self, step: int) -> None:
         """Have the first micro-batch of a later step made ready meanwhile."""
         if self.processes.device.type == "cuda" and step < self.schedule.total_steps:
             epoch, row_ids = self.schedule.step_rows(step)
             batch = next(self._batches(self.rows, row_ids, epoch))
-            setup = self.target, self.drafter, batch, self.settings, self.source
-            self._ahead.begin(step, partial(prepare, *setup))
+            settings, source = self.settings, self.source
+            make = partial(prepare, self.target, self.drafter, settings=settings, source=source)
+            self._ahead.begin(step, batch, make)
 
     def _accumulate(self, batch: Batch, first_of: int | None) -> tuple[LossSums, str | None]:
         """Add the gradient of a micro-batch's summed loss; returns its sums, or a fault.
@@ -201,17 +219,37 @@ class Trainer:
         return None
 
     def _reduce(
-        self, sums: LossSums, tokens: int, faulty: bool
-    ) -> tuple[LossSums, bool, tuple[int, int, int]]:
-        """Sums over processes, whether all are finite, and (tokens, faults, stop requests)."""
+        self, sums: LossSums | None, tokens: int, faulty: bool, lr: float | None = None
+    ) -> Callable[[], Tensor]:
+        """Sums over processes, on their way to the host, for `_read`.
+
+        With `lr` an update that needs nothing of the host is queued behind them.
+        """
+        if sums is None:
+            sums = zero_sums(self.drafter.config.block_size, self.processes.device)
         flags = torch.tensor([tokens, faulty, self.stop_requested], dtype=torch.float64)
         vector = torch.cat([to_vector(sums), send(flags, self.processes.device)])
-        values = self.processes.sum(vector).cpu()
+        values = self.processes.sum(vector)
+        landed = fetch(values)
+        self._ahead.mark()
+        if lr is not None and isinstance(self.optimiser, Optimiser):
+            weight = from_vector(values[:-3], self.drafter.config.block_size).normaliser
+            finite = torch.isfinite(values).all() & (values[-2] == 0)
+            self.optimiser.begin_step(lr, weight, finite)
+        return landed
+
+    def _read(self, values: Tensor) -> tuple[LossSums, bool, tuple[int, int, int]]:
+        """Sums, whether all are finite, and (tokens, faults, stop requests)."""
         counts = tuple(int(value) for value in values[-3:].tolist())
         found = from_vector(values[:-3], self.drafter.config.block_size)
         return found, _finite(values), (counts[0], counts[1], counts[2])
 
+    def _drop_step(self) -> None:
+        if isinstance(self.optimiser, Optimiser):
+            self.optimiser.drop_step()
+
     def _stop(self, step: int, faults: Sequence[str]) -> None:
+        self._drop_step()
         raise NonFinite(
             f"step {step + 1}: {'; '.join(faults)}; nothing was changed in this step. Earlier "
             "checkpoints are intact: lower train.lr, or remove the rows, and start a new run"

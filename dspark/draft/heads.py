@@ -33,7 +33,12 @@ class SequentialHead(nn.Module):
         vocab: V, rows of the table of previous tokens: always the target's ids.
         rank: R.
         draft_vocab: V', width of the bias; None: V.
+
+    Attributes:
+        plain: Whether a slot's code is the embedding of the token before it.
     """
+
+    plain = False
 
     def __init__(self, vocab: int, rank: int, draft_vocab: int | None = None) -> None:
         super().__init__()
@@ -74,6 +79,8 @@ class SequentialHead(nn.Module):
 
 class VanillaMarkovHead(SequentialHead):
     """First-order head: a rank-R logit bias that depends on the previous token alone."""
+
+    plain = True
 
     def codes(self, prev: Tensor, hidden: Tensor) -> Tensor:
         del hidden

@@ -161,6 +161,7 @@ class DSparkDrafter(nn.Module):
         block_embeds: Tensor,
         anchors: Tensor,
         anchor_valid: Tensor,
+        padded: bool = True,
     ) -> Tensor:
         """Final-normed hidden states of all blocks of a batch, in one differentiable pass.
 
@@ -171,6 +172,7 @@ class DSparkDrafter(nn.Module):
             block_embeds: [B, A, G, D] target embeddings of every block's input ids.
             anchors: [B, A] int64 positions p; a block sees valid positions before p and itself.
             anchor_valid: [B, A] bool.
+            padded: False promises that all of `valid` and `anchor_valid` is true.
 
         Returns:
             [B, A, G, D]; exactly zero, with zero gradient, where an anchor is not valid.
@@ -179,11 +181,13 @@ class DSparkDrafter(nn.Module):
         if slots != self.config.block_size:
             raise ValueError(f"blocks of {slots} slots given, {self.config.block_size} are trained")
         # Whatever a target leaves in its padding rows, 0 * NaN must not reach a gradient.
-        context = self.features(features.masked_fill(~valid[..., None], 0))
+        if padded:
+            features = features.masked_fill(~valid[..., None], 0)
+        context = self.features(features)
         # The dtype of a norm: the residual stream may be wider than the matrices.
         embeds = block_embeds.to(self.norm.weight.dtype)
         hidden = self.norm(self.backbone.train(embeds, context, valid, anchors))
-        return hidden.masked_fill(~anchor_valid[..., None, None], 0)
+        return hidden.masked_fill(~anchor_valid[..., None, None], 0) if padded else hidden
 
 
 def _initialise(module: nn.Module) -> None:

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from dspark import ops
 from dspark.draft.attention import DraftAttention, DraftLayer
 from dspark.draft.config import DraftConfig
+from dspark.products import add_product
 
 
 def serves(config: DraftConfig) -> bool:
@@ -123,8 +124,8 @@ class _Project(torch.autograd.Function):
         for row in range(len(half)):
             d_k, d_v = d_keys[row], d_values[row]
             d_own[row].addmm_(d_k[length:], k).addmm_(d_v[length:], v)
-            _add_product(d_context[row], d_k[:length], k, fresh)
-            _add_product(d_context[row], d_v[:length], v, False)
+            add_product(d_context[row], d_k[:length], k, fresh)
+            add_product(d_context[row], d_v[:length], v)
             for each, rows in ((d_k[:length], half[row]), (d_k[length:], own[row])):
                 of_k = each.T @ rows if of_k is None else of_k.addmm_(each.T, rows)
             for each, rows in ((d_v[:length], half[row]), (d_v[length:], own[row])):
@@ -185,15 +186,3 @@ def _of_both(context: Tensor, own: Tensor, weight: Tensor) -> Tensor:
         torch.mm(context[row], weight.T, out=out[row, :length])
         torch.mm(own[row], weight.T, out=out[row, length:])
     return out
-
-
-def _add_product(out: Tensor, a: Tensor, b: Tensor, fresh: bool) -> None:
-    """out += a b, or out = a b if `fresh`, summed in the dtype of `out`."""
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, beta=0 if fresh else 1, out=out)
-    elif not out.is_cuda:
-        out.copy_(a.to(out.dtype) @ b.to(out.dtype) + (0 if fresh else out))
-    elif fresh:
-        torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
-    else:
-        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)

@@ -167,7 +167,8 @@ class Clock:
         self.mark()
 
     def medians(self) -> dict[str, Any]:
-        """Median milliseconds of a step and of its parts; fastest and slowest step."""
+        """Median milliseconds of a step and of its parts; fastest and slowest step; and the mean of
+        all with what lies between them."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         whole = sorted(marks[0].elapsed_time(marks[-1]) for marks in self.marks)
@@ -177,6 +178,7 @@ class Clock:
         }
         return {
             "ms": median(whole), "fastest_ms": whole[0], "slowest_ms": whole[-1], "parts_ms": parts,
+            "mean_ms": self.marks[0][0].elapsed_time(self.marks[-1][-1]) / len(self.marks),
         }  # fmt: skip
 
     def peak(self) -> int | None:

@@ -13,6 +13,7 @@ from dspark_kernels.block_attention_tiles_triton import (
     key_rows,
     query_rows,
     seen_keys,
+    slot_span,
     tile_rows,
     tile_span,
 )
@@ -44,9 +45,9 @@ def d_queries(  # type: ignore[no-untyped-def]
     batch, head = tl.program_id(1) // J, tl.program_id(1) % J
     there = tl.load(lengths + batch)
     slot, query_head, inside, anchor = tile_rows(tile, head, anchors, batch, count, SHARED, G, ROWS)
-    q_tile = query_rows(q, batch, slot, query_head, count, inside, H, D)
-    g_tile = query_rows(gradient, batch, slot, query_head, count, inside, H, D)
-    o_tile = query_rows(out, batch, slot, query_head, count, inside, H, D)
+    q_tile = query_rows(q, batch, slot, query_head, count, H, D)
+    g_tile = query_rows(gradient, batch, slot, query_head, count, H, D)
+    o_tile = query_rows(out, batch, slot, query_head, count, H, D)
     row = (batch.to(tl.int64) * count + slot) * H + query_head
     dot = tl.sum(g_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
     tl.store(delta + row, dot, mask=inside)
@@ -104,7 +105,7 @@ def _add_dk(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["length"])
 def d_keys(  # type: ignore[no-untyped-def]
-    q, keys, values, anchors, lengths, gradient, lse, delta, bounds, dk, dv, count, length, scale,
+    q, keys, values, anchors, lengths, gradient, lse, delta, dk, dv, count, length, scale,
     H: tl.constexpr, J: tl.constexpr, SHARED: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     W: tl.constexpr, CAUSAL: tl.constexpr, OWN: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -121,8 +122,7 @@ def d_keys(  # type: ignore[no-untyped-def]
         whole = last
     else:
         key, limit = place, length
-        pair = bounds + (batch * tl.num_programs(0) + tile) * 4
-        first, whole, last = tl.load(pair), tl.load(pair + 1), tl.load(pair + 2)
+        first, whole, last = slot_span(anchors, batch, count // G, there, tile * KEYS, G, W, KEYS)
     everything, power = length + count, scale * 1.4426950408889634
     k = key_rows(keys, batch, key, head, everything, J, D)
     v = key_rows(values, batch, key, head, everything, J, D)
@@ -130,24 +130,23 @@ def d_keys(  # type: ignore[no-untyped-def]
     bare = (whole + taken - 1) // taken
     for at in tl.range(first // taken, bare):
         slot, query, inside, anchor = tile_rows(at, head, anchors, batch, count, SHARED, G, ROWS)
-        q_tile = query_rows(q, batch, slot, query, count, inside, H, D)
-        g_tile = query_rows(gradient, batch, slot, query, count, inside, H, D)
+        q_tile = query_rows(q, batch, slot, query, count, H, D)
+        g_tile = query_rows(gradient, batch, slot, query, count, H, D)
         row = (batch.to(tl.int64) * count + slot) * H + query
-        norm = tl.load(lse + row, mask=inside, other=0.0)
-        dot = tl.load(delta + row, mask=inside, other=0.0)
+        norm = tl.load(lse + row, mask=inside, other=float("inf"))
+        dot = tl.load(delta + row)
         seen = seen_keys(
             key[:, None], slot[None, :], anchor[None, :], there, length, OWN, G, W, CAUSAL
         )
-        seen = seen & inside[None, :] & (place < limit)[:, None]
         acc_k, acc_v = _add_dk(acc_k, acc_v, q_tile, g_tile, k, v, norm, dot, seen, power, True)
-    # Rows that are not there have no q and no gradient, and keys past the end are not stored.
+    # Rows that are not there have no probability, and keys past the end are not stored.
     for at in tl.range(bare, (last + taken - 1) // taken):
         slot, query, inside, anchor = tile_rows(at, head, anchors, batch, count, SHARED, G, ROWS)
-        q_tile = query_rows(q, batch, slot, query, count, inside, H, D)
-        g_tile = query_rows(gradient, batch, slot, query, count, inside, H, D)
+        q_tile = query_rows(q, batch, slot, query, count, H, D)
+        g_tile = query_rows(gradient, batch, slot, query, count, H, D)
         row = (batch.to(tl.int64) * count + slot) * H + query
-        norm = tl.load(lse + row, mask=inside, other=0.0)
-        dot = tl.load(delta + row, mask=inside, other=0.0)
+        norm = tl.load(lse + row, mask=inside, other=float("inf"))
+        dot = tl.load(delta + row)
         acc_k, acc_v = _add_dk(acc_k, acc_v, q_tile, g_tile, k, v, norm, dot, True, power, False)
     at = (batch.to(tl.int64) * everything + key) * J + head
     d = tl.arange(0, D)

@@ -16,19 +16,19 @@ exact_floats()
 
 
 @triton.jit
-def query_rows(pointer, batch, slot, head, count, inside, H: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows [ROWS, D] of a tensor [B, N, H, D], zero outside."""
-    at = (batch.to(tl.int64) * count + slot) * H + head
-    d = tl.arange(0, D)
-    return tl.load(pointer + at[:, None] * D + d[None, :], mask=inside[:, None], other=0.0)
+def query_rows(pointer, batch, slot, head, count, H: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows [ROWS, D] of a tensor [B, N, H, D]."""
+    at = (slot * H + head) * D
+    base = pointer + batch.to(tl.int64) * count * (H * D)
+    return tl.load(base + at[:, None] + tl.arange(0, D)[None, :])
 
 
 @triton.jit
 def key_rows(pointer, batch, key, head, total, J: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows [KEYS, D] of a tensor [B, S + N, J, D], zero past its end."""
-    at = (batch.to(tl.int64) * total + key) * J + head
-    d = tl.arange(0, D)
-    return tl.load(pointer + at[:, None] * D + d[None, :], mask=(key < total)[:, None], other=0.0)
+    """Rows [KEYS, D] of a tensor [B, S + N, J, D]; past its end the last one."""
+    at = (tl.minimum(key, total - 1) * J + head) * D
+    base = pointer + batch.to(tl.int64) * total * (J * D)
+    return tl.load(base + at[:, None] + tl.arange(0, D)[None, :])
 
 
 @triton.jit
@@ -53,11 +53,15 @@ def seen_keys(  # type: ignore[no-untyped-def]
 def tile_rows(  # type: ignore[no-untyped-def]
     tile, head, anchors, batch, count, SHARED: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Slots, query heads, which of them are there, and their anchors: all [ROWS]."""
+    """Slots, query heads, which of them are there, and their anchors: all [ROWS].
+
+    Rows that are not there repeat others, so that nothing they lead to has to be masked.
+    """
     row = tl.arange(0, ROWS)
     taken: tl.constexpr = ROWS // SHARED
     slot = tile * taken + row // SHARED
     inside = (slot < count) & (row < taken * SHARED)
+    slot = tl.minimum(slot, count - 1)
     anchor = tl.load(anchors + batch * (count // G) + slot // G, mask=inside, other=0)
     return slot, head * SHARED + row % SHARED, inside, anchor
 
@@ -81,3 +85,29 @@ def tile_span(  # type: ignore[no-untyped-def]
     whole = tl.maximum(whole, start)
     bare = tl.minimum(tl.maximum(bare, start), whole)
     return start, bare, whole, end, first, last
+
+
+@triton.jit
+def slot_span(  # type: ignore[no-untyped-def]
+    anchors, batch, blocks, there, start, G: tl.constexpr, W: tl.constexpr, KEYS: tl.constexpr
+):  # fmt: skip
+    """Slots that see a tile of the context: first, from where on all see all of it, end.
+
+    Between the first two, and everywhere behind a window or where padding begins, blocks are masked
+    (anchors need not ascend).
+    """
+    first, whole, last = blocks, blocks * 0, blocks * 0
+    for begin in tl.range(0, blocks, 128):
+        at = begin + tl.arange(0, 128)
+        anchor = tl.load(anchors + batch * blocks + at, mask=at < blocks, other=0)
+        sees = (at < blocks) & (anchor > start) & (there > start)
+        blind = (at < blocks) & ((anchor < start + KEYS) | (there < start + KEYS))
+        if W > 0:
+            sees = sees & (anchor - W < start + KEYS)
+            blind = at < blocks
+        first = tl.minimum(first, tl.min(tl.where(sees, at, blocks), 0))
+        last = tl.maximum(last, tl.max(tl.where(sees, at + 1, 0), 0))
+        whole = tl.maximum(whole, tl.max(tl.where(blind, at + 1, 0), 0))
+    last = tl.maximum(last, first)
+    whole = tl.minimum(tl.maximum(whole, first), last)
+    return first * G, whole * G, last * G

@@ -28,7 +28,7 @@ from dspark_kernels.block_attention_tiles_triton import (
 ROWS, KEYS, WARPS, STAGES = 64, 64, 4, 3
 """Forward: rows of a query tile, keys of a step. (Chosen on an H200, 512 anchors of 7 slots.)"""
 DQ_ROWS, DQ_KEYS, DQ_WARPS, DQ_STAGES = 128, 64, 8, 3
-DK_ROWS, DK_KEYS, DK_WARPS, DK_STAGES = 32, 64, 4, 3
+DK_ROWS, DK_KEYS, DK_WARPS, DK_STAGES = 64, 128, 8, 2
 """The two backward kernels; of DK, `KEYS` is the tile that stays and `ROWS` the step."""
 LOG2E = 1.4426950408889634
 
@@ -46,6 +46,8 @@ def refuses(
 ) -> str | None:
     """Why the kernels do not take these, or None."""
     del anchors, lengths, slots, scale, window, causal
+    if max(x[0].numel() for x in (q, keys)) >= 2**31:
+        return "more than 2^31 numbers in a row"
     half = (torch.bfloat16, torch.float16)
     if q.dtype not in half or keys.dtype != q.dtype or values.dtype != q.dtype:
         return f"{q.dtype}, {keys.dtype} and {values.dtype}: one half precision is needed"
@@ -113,11 +115,10 @@ class _BlockAttention(torch.autograd.Function):
             *tensors, out, dq, count, length, scale, **shape,
             ROWS=DQ_ROWS, KEYS=DQ_KEYS, num_warps=DQ_WARPS, num_stages=DQ_STAGES,
         )  # fmt: skip
-        bounds = _bounds(anchors, lengths, slots, length, DK_KEYS, window)
         for own, rows in ((False, length), (True, count)):
             grid = (triton.cdiv(rows, DK_KEYS), batch * keys.shape[2])
             d_keys[grid](
-                *tensors, bounds, dk, dv, count, length, scale, **shape, OWN=own,
+                *tensors, dk, dv, count, length, scale, **shape, OWN=own,
                 ROWS=DK_ROWS, KEYS=DK_KEYS, num_warps=DK_WARPS, num_stages=DK_STAGES,
             )  # fmt: skip
         return dq, dk, dv, *[None] * 6
@@ -130,29 +131,6 @@ def _shape(q: Tensor, keys: Tensor, slots: int, window: int | None, causal: bool
         "H": heads, "J": key_heads, "SHARED": heads // key_heads, "G": slots, "D": q.shape[3],
         "W": window or 0, "CAUSAL": causal,
     }  # fmt: skip
-
-
-def _bounds(
-    anchors: Tensor, lengths: Tensor, slots: int, length: int, size: int, window: int | None
-) -> Tensor:
-    """Slots that see a tile of the context: first, from where on all see all of it, end.
-
-    [B, tiles, 4] int32, the last number unused. Between the first two, and everywhere behind a
-    window or where padding begins, blocks are masked (anchors need not ascend).
-    """
-    start = torch.arange(0, length, size, device=anchors.device)[:, None]
-    sees = (anchors[:, None] > start) & (lengths[:, None, None] > start)
-    blind = anchors[:, None] < start + size
-    if window is None:
-        blind = blind | (lengths[:, None, None] < start + size)
-    else:
-        sees = sees & (anchors[:, None] - window < start + size)
-        blind = torch.ones_like(blind)
-    at = torch.arange(anchors.shape[1], device=anchors.device)
-    first = torch.where(sees, at, anchors.shape[1]).amin(-1)
-    last = torch.maximum(torch.where(sees, at + 1, 0).amax(-1), first)
-    whole = torch.minimum(torch.where(blind, at + 1, 0).amax(-1).maximum(first), last)
-    return torch.stack((first, whole, last, last), -1).mul(slots).int()
 
 
 @triton.jit
@@ -178,7 +156,7 @@ def _forward(  # type: ignore[no-untyped-def]
     batch, head = tl.program_id(1) // J, tl.program_id(1) % J
     there = tl.load(lengths + batch)
     slot, query_head, inside, anchor = tile_rows(tile, head, anchors, batch, count, SHARED, G, ROWS)
-    q_tile = query_rows(q, batch, slot, query_head, count, inside, H, D)
+    q_tile = query_rows(q, batch, slot, query_head, count, H, D)
     start, bare, whole, end, first, last = tile_span(slot, inside, anchor, there, G, W, KEYS)
     acc, total = tl.zeros((ROWS, D), tl.float32), tl.zeros((ROWS,), tl.float32)
     top = tl.full((ROWS,), -1e30, tl.float32)
