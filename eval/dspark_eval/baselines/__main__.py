@@ -17,11 +17,12 @@ import torch
 from dspark.commands.distill import parse_settings
 from dspark.errors import UserError
 from dspark_eval.baselines.folders import KINDS, save_ar, save_dflash, save_eagle
-from dspark_eval.baselines.measure import SETTINGS, VALIDATION_SETTINGS, measure
+from dspark_eval.baselines.measure import VALIDATION_SETTINGS, measure
 from dspark_eval.baselines.plan import ARMS, RATES, Plan
 from dspark_eval.baselines.rows import RunData, read_run
 from dspark_eval.baselines.table import run_table
 from dspark_eval.baselines.table_text import markdown
+from dspark_eval.study.measure import SETTINGS
 
 
 def main(arguments: list[str]) -> int:

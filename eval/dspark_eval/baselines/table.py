@@ -111,15 +111,16 @@ def _search(plan: Plan) -> dict[str, Any] | None:
     """Every trial of every arm; None where one rate was given."""
     if len(plan.rates) == 1:
         return None
-    arms = {}
+    arms: dict[str, dict[str, Any]] = {}
     for arm in (arm for arm in ARMS if arm != LOOKUP):
-        trials = [_trial(run) for run in rate_runs(plan, arm) if run.measured.is_file()]
-        if trials:
+        own = [_trial(run) for run in rate_runs(plan, arm) if run.measured.is_file()]
+        if own:
             best = best_rate(plan, arm)
             edges = (min(plan.rates), max(plan.rates))
-            arms[arm] = {"best": best, "at_the_edge": best in edges, "trials": trials}
-    first = next((t for entry in arms.values() for t in entry["trials"] if "suite" in t), {})
-    shared = {key: first.get(key) for key in ("suite", "temperature")}
+            arms[arm] = {"best": best, "at_the_edge": best in edges, "trials": own}
+    trials = [trial for entry in arms.values() for trial in entry["trials"]]
+    ended = [trial for trial in trials if trial["accepted_length"] is not None]
+    shared = {key: ended[0][key] if ended else None for key in ("suite", "temperature")}
     return {"seed": rate_runs(plan, REFERENCE)[0].seed, **shared, "arms": arms}
 
 

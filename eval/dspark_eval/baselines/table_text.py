@@ -18,7 +18,7 @@ HEAD = (
     "drafter passes for k tokens",
     "accepted length (seeds)",
     "dspark over it [95 %]",
-    "from prompts, seeds",
+    "standard error: prompts, seeds",
     "dspark is",
 )
 
