@@ -318,7 +318,7 @@ def test_results_of_other_settings_are_not_taken_for_these(
 
 def test_the_best_candidate_is_chosen_by_prompts_kept_aside(tmp_path: Path) -> None:
     assert choose(tmp_path) is None
-    with pytest.raises(UserError, match=r"none of deep, .* is trained"):
+    with pytest.raises(UserError, match=r"none of wide, .* is trained"):
         real_name(tmp_path, "chosen")
     for name, length in (("deep", 2.5), ("wide", 2.7), ("deepspec", 2.9)):
         (tmp_path / name).mkdir()

@@ -33,7 +33,8 @@ from dspark_eval.real_text.answers import Asked, answer, check_asked, read_rows
 from dspark_eval.real_text.arms import (
     CHOSEN,
     COMPARED,
-    OTHER_START,
+    FROM_TARGET,
+    LIKE_CHOSEN,
     REFERENCE,
     arm_config,
     find_arm,
@@ -48,7 +49,7 @@ from dspark_eval.real_text.table import write_table
 from dspark_eval.real_text.training import TRAINED, train_for, warm
 from dspark_eval.study.processes import visible_gpus
 
-SPEED_PROMPTS, SPEED_TOKENS = 2, 96
+SPEED_PROMPTS, SPEED_TOKENS = 2, 64
 """Prompts of each set, and the longest answer, that speed is measured with."""
 
 
@@ -89,7 +90,7 @@ def _train(options: argparse.Namespace) -> None:
         options.seconds,
         folder,
         asked=asked,
-        from_target=arm.name not in OTHER_START,
+        from_target=(chosen if arm.name in LIKE_CHOSEN else arm.name) in FROM_TARGET,
         beside=[options.out / find_arm(name).name for name in options.beside],
     )
 
@@ -211,12 +212,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--samples", type=int, default=5, help="answers to each public prompt")
     parser.add_argument("--generated", type=int, default=500, help="problems of the generator")
-    parser.add_argument("--written", type=int, default=12000, help="prompts the target may write")
+    parser.add_argument("--written", type=int, default=14000, help="prompts the target may write")
     parser.add_argument("--answer-tokens", type=int, default=192, help="longest answer trained on")
     parser.add_argument("--parts", type=int, default=3, help="files of answers")
     parser.add_argument("--new-tokens", type=int, default=160, help="longest answer measured")
     parser.add_argument("--temperature", type=float, nargs="+", choices=TEMPERATURES)
-    parser.add_argument("--answer-batch", type=int, default=4608, help="answered side by side")
+    parser.add_argument("--answer-batch", type=int, default=5120, help="answered side by side")
     parser.add_argument("--batch", type=int, default=256, help="prompts measured side by side")
     parser.add_argument("--per-set", type=int, help="prompts of each set; all if left out")
     parser.add_argument("--budget", type=float, default=960.0, help="all: seconds in all")

@@ -34,7 +34,7 @@ LONGEST = 600.0
 """Seconds of the longest training."""
 OVERHEAD = 30.0
 """Seconds of a training besides its steps: opening the target, its states, writing."""
-MEASURING, SPEED = 75.0, 60.0
+MEASURING, SPEED = 75.0, 75.0
 Say = Callable[[str], None]
 
 
