@@ -1,7 +1,8 @@
 """`python -m dspark_kernels.bench [OP ...] [--json FILE]`: every op on this GPU.
 
 One line per size: our time, bytes, what share of the copy rate that is, and the peer's time. A peer
-that is not installed is said to be missing.
+that is not installed is said to be missing. A peer that tunes its kernels on their first call comes
+behind all of ours, with a few of its settings and within a time.
 """
 
 from __future__ import annotations
@@ -9,26 +10,34 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
+from time import monotonic
 from typing import Any
 
 import torch
 
 from dspark_kernels import bench
 from dspark_kernels.bench.harness import Case, Timing, copy_rate, time_case
+from dspark_kernels.bench.peers import at_most, compile_ahead, spread, try_only
 
-NOT_OPS = ("__main__", "harness")
+NOT_OPS = ("__main__", "harness", "peers")
 
 
 def main() -> int:
     known = sorted(m.name for m in iter_modules(bench.__path__) if m.name not in NOT_OPS)
     parser = argparse.ArgumentParser(prog="python -m dspark_kernels.bench", description=__doc__)
     parser.add_argument("ops", nargs="*", metavar="OP", help=f"of {', '.join(known)}; none: all")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has this")
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser.add_argument("--peer-seconds", type=float, default=300.0,
+                        help="to compile what tunes itself, and to time it (300)")  # fmt: skip
+    parser.add_argument("--peer-settings", type=int, default=4,
+                        help="that it tries of each kernel, evenly spread (4; 0: all)")  # fmt: skip
+    parser.add_argument("--peer-processes", type=int, default=8,
+                        help="that compile them ahead (8)")  # fmt: skip
     asked = parser.parse_args()
     unknown = [op for op in asked.ops if op not in known]
     if unknown:
@@ -38,14 +47,11 @@ def main() -> int:
         print("no GPU here: these are times of GPU kernels", file=sys.stderr)
         return 2
     rate = copy_rate()
-    print(f"{_machine()}; a copy moves {rate / 1e12:.2f} TB/s")
+    print(f"{_machine()}; a copy moves {rate / 1e12:.2f} TB/s", flush=True)
     rows = []
     for op in asked.ops or known:
-        print(f"\n{op}\n{'':44}{'us':>9}{'MB':>9}{'of copy':>9}  peer")
-        for row in _run(op, rate):
-            rows.append(row)
-            print(_line(row), flush=True)
-            torch.cuda.empty_cache()
+        print(f"\n{op}\n{'':44}{'us':>9}{'MB':>9}{'of copy':>9}  peer", flush=True)
+        rows += _run(op, rate, asked)
     if asked.json is not None:
         found = {"machine": _machine(), "copy_bytes_per_s": rate, "cases": rows}
         asked.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -60,37 +66,72 @@ def _machine() -> str:
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton}"
 
 
-def _run(op: str, rate: float) -> Iterator[dict[str, Any]]:
-    cases: Callable[[], Iterator[Case]] = import_module(f"dspark_kernels.bench.{op}").cases
-    for case in cases():
+def _run(op: str, rate: float, asked: argparse.Namespace) -> list[dict[str, Any]]:
+    module = import_module(f"dspark_kernels.bench.{op}")
+    tunes = hasattr(module, "every_kernel")
+    cases: list[Case] = [case for case in module.cases() if asked.only in case.name]
+    if tunes:
+        compile_ahead(op, asked.only, asked.peer_settings, asked.peer_processes, asked.peer_seconds)
+    rows = []
+    for case in cases:
         ours = time_case(case.make, case.bytes)
-        peer: Timing | str | None = None
-        if case.peer is not None:
-            try:
-                peer = time_case(case.peer, case.bytes)
-            except ImportError as missing:
-                peer = f"{missing.name} is not installed"
-        yield {
+        row = {
             "op": op,
             "case": case.name,
             **asdict(ours),
             "bytes": case.bytes,
             "flops": case.flops,
             "share_of_copy": case.bytes / (ours.median_us * 1e-6) / rate,
-            "peer": asdict(peer) if isinstance(peer, Timing) else peer,
+            "peer": None if tunes or case.peer is None else _peer_time(case),
             "peer_name": case.peer_name,
         }
+        rows.append(row)
+        print(_line(row), flush=True)
+        torch.cuda.empty_cache()
+    if tunes:
+        _tuned_peers(cases, rows, asked)
+    return rows
+
+
+def _tuned_peers(cases: list[Case], rows: list[dict[str, Any]], asked: argparse.Namespace) -> None:
+    """Times of a peer that tunes its kernels, while there is time."""
+    end = monotonic() + asked.peer_seconds
+    try_only(spread(asked.peer_settings))
+    for case, row in zip(cases, rows, strict=True):
+        if case.peer is None:
+            continue
+        try:
+            with at_most(end - monotonic()):
+                row["peer"] = _peer_time(case)
+        except TimeoutError:
+            row["peer"] = f"{case.peer_name}: not within {asked.peer_seconds:g} seconds"
+        print(f"{case.name:44}{row['median_us']:9.2f}  beside {_peer(row)}", flush=True)
+        torch.cuda.empty_cache()
+
+
+def _peer_time(case: Case) -> dict[str, float] | str:
+    assert case.peer is not None
+    try:
+        timing: Timing = time_case(case.peer, case.bytes)
+    except ImportError as missing:
+        return f"{missing.name} is not installed"
+    return asdict(timing)
+
+
+def _peer(row: dict[str, Any]) -> str:
+    peer = row["peer"]
+    if not isinstance(peer, dict):
+        return peer or ""
+    ratio = peer["median_us"] / row["median_us"]
+    return f"{peer['median_us']:.1f} us, {ratio:.2f}x ours ({row['peer_name']})"
 
 
 def _line(row: dict[str, Any]) -> str:
-    peer = row["peer"]
-    if isinstance(peer, dict):
-        ratio = peer["median_us"] / row["median_us"]
-        peer = f"{peer['median_us']:.1f} us, {ratio:.2f}x ours ({row['peer_name']})"
-    flops = f", {row['flops'] / row['median_us'] / 1e6:.0f} TFLOP/s" if row["flops"] else ""
+    flops = f"{row['flops'] / row['median_us'] / 1e6:.0f} TFLOP/s" if row["flops"] else ""
+    more = ", ".join(x for x in (_peer(row), flops) if x)
     return (
         f"{row['case']:44}{row['median_us']:9.2f}{row['bytes'] / 1e6:9.2f}"
-        f"{row['share_of_copy']:9.0%}  {peer or ''}{flops}"
+        f"{row['share_of_copy']:9.0%}  {more}"
     )
 
 

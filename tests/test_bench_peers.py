@@ -1,0 +1,75 @@
+"""`python -m dspark_kernels.bench` beside a peer that tunes its kernels: what is tried, and for how
+long."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from types import ModuleType
+
+import pytest
+import torch
+
+from dspark_kernels.bench import __main__ as command
+from dspark_kernels.bench.harness import Case, Timing
+from dspark_kernels.bench.peers import at_most, share, spread
+
+
+def test_settings_are_spread_over_all() -> None:
+    assert spread(4)(list(range(12))) == [0, 3, 6, 9]
+    assert spread(0)(list(range(12))) == list(range(12))
+    assert spread(4)([7, 8]) == [7, 8]
+
+
+@pytest.mark.parametrize(("kept", "shares", "cases"), [(4, 8, 4), (4, 12, 5), (3, 2, 3), (0, 5, 2)])
+def test_processes_share_every_setting_of_every_case(kept: int, shares: int, cases: int) -> None:
+    settings = kept or 9
+    done = set()
+    for which in range(shares):
+        setting, first, step = share(kept, which, shares)
+        each = min(kept, shares) if kept else shares
+        for case in range(cases)[first::step]:
+            done |= {(case, x) for x in range(settings)[setting::each]}
+    assert done == {(case, x) for case in range(cases) for x in range(settings)}
+
+
+def test_a_call_is_ended_in_time() -> None:
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError), at_most(0.05):
+        time.sleep(5)
+    assert time.monotonic() - begun < 2
+    with at_most(5):
+        pass
+    time.sleep(0.01)  # and no alarm is left behind
+
+
+def test_ours_is_printed_whatever_the_peer_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slow() -> object:
+        time.sleep(5)
+        return None
+
+    def timed(make: object, nbytes: int) -> Timing:
+        assert callable(make)
+        make()
+        return Timing(2.0, 1.0, 3.0)
+
+    op = ModuleType("op")
+    names = ("8 bfloat16", "16 bfloat16", "8 float32")
+    cases = [Case(x, 100, 0, lambda: lambda: 0, lambda: lambda: 0, "fla") for x in names]
+    cases[1] = Case(names[1], 100, 0, lambda: lambda: 0, slow, "fla")  # type: ignore[arg-type]
+    op.cases = lambda: iter(cases)  # type: ignore[attr-defined]
+    op.every_kernel = op.cases  # type: ignore[attr-defined]
+    monkeypatch.setattr(command, "import_module", lambda name: op)
+    monkeypatch.setattr(command, "compile_ahead", lambda *a: None)
+    monkeypatch.setattr(command, "try_only", lambda pick: None)
+    monkeypatch.setattr(command, "time_case", timed)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    asked = argparse.Namespace(only="bfloat16", peer_seconds=0.2, peer_settings=4, peer_processes=1)
+    rows = command._run("op", 1e12, asked)
+    assert [row["case"] for row in rows] == list(names[:2])
+    assert rows[0]["peer"] == {"median_us": 2.0, "fastest_us": 1.0, "slowest_us": 3.0}
+    assert rows[1]["peer"] == "fla: not within 0.2 seconds"
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed] == ["8", "16", "8", "16"]
