@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dspark.distill import trainer as trainer_module
 from dspark.distill.apart import ApartGradients
+from dspark.distill.chat import TrainingRow
 from dspark.distill.optim import Optimiser
 from dspark.distill.trainer import NonFinite, Trainer, _apart
 from tests.distill_setup import ALONE, SETTINGS, trainer, weights
@@ -119,6 +122,73 @@ def test_a_bad_gradient_is_named_and_nothing_changes(monkeypatch: pytest.MonkeyP
     with pytest.raises(NonFinite, match=r"gradient of layers\.0\.mlp\.up_proj\.weight not finite"):
         made.run_step(0)
     assert all(torch.equal(tensor, before[n]) for n, tensor in weights(made).items())
+
+
+def learning_and_silent() -> tuple[Trainer, Trainer]:
+    """Two trainers over rows of which every second step has nothing to learn: apart and flat."""
+    silent = TrainingRow((4, 5, 6), (False, False, True))  # one supervised token: no anchor
+    made = []
+    for build in (apart, trainer):
+        each = build()
+        steps = [each.schedule.step_rows(step)[1] for step in range(STEPS)]
+        each.rows = [silent if at in steps[1] else row for at, row in enumerate(each.rows)]
+        made.append(each)
+    return made[0], made[1]
+
+
+def test_a_step_without_an_update_changes_and_counts_nothing() -> None:
+    """The update is queued before the host knows; the next one is the second, not the third."""
+    made, flat = learning_and_silent()
+    for each in (made, flat):
+        each.run_step(0)
+        before = weights(each) | each.optimiser.state_tensors()
+        assert each.run_step(1).grad_norm == 0
+        after = weights(each) | each.optimiser.state_tensors()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+        each.run_step(2)
+    compare(made, flat, 1e-5)
+    counts = [t for name, t in made.optimiser.state_tensors().items() if name.endswith(".step")]
+    assert all(float(count) == 2 for count in counts)
+
+
+def test_a_loss_that_is_not_finite_changes_and_counts_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sum that overflows while gradients stay finite."""
+    made = apart()
+    made.run_step(0)
+    before = weights(made) | made.optimiser.state_tensors()
+    vector = trainer_module.to_vector
+    monkeypatch.setattr(trainer_module, "to_vector", lambda sums: vector(sums).fill_(torch.inf))
+    with pytest.raises(NonFinite, match="nothing was changed in this step"):
+        made.run_step(1)
+    after = weights(made) | made.optimiser.state_tensors()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+
+
+@pytest.mark.parametrize(
+    ("weight", "finite", "limit", "expected"),
+    [
+        (4.0, True, 100.0, 1 / 4),
+        (4.0, True, 1.0, 1 / 10),  # the norm is 10 / 4: clipped to 1, divided by 4
+        (4.0, False, 1.0, math.nan),
+        (0.0, True, 1.0, math.nan),
+    ],
+)
+def test_the_scale_is_settled_on_the_device(
+    weight: float, finite: bool, limit: float, expected: float
+) -> None:
+    made = apart()
+    gradients = made.optimiser.gradients
+    gradients.zero(1)
+    named = dict(gradients.named)
+    named["norm.weight"].grad = torch.zeros(32)
+    named["norm.weight"].grad[:2] = torch.tensor([6.0, -8.0])
+    gradients.measure()
+    gradients.settle(torch.tensor(weight), torch.tensor(finite), limit)
+    assert float(gradients.scale) == pytest.approx(expected, nan_ok=True)
+    if weight and finite:
+        assert gradients.finish(weight, limit) == (pytest.approx(10 / weight), None)
 
 
 def test_no_gradient_outlives_its_step_and_masters_are_back() -> None:
