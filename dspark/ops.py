@@ -240,6 +240,9 @@ norm_rows = _op("norm_rows", train_rows.norm_rows, "train_rows_triton:norm_rows"
 norm_rows_back = _op(
     "norm_rows_back", train_rows.norm_rows_back, "train_rows_triton:norm_rows_back"
 )
+norm_half_back = _op(
+    "norm_half_back", train_rows.norm_half_back, "train_rows_triton:norm_half_back"
+)
 turn_heads = _op("turn_heads", train_rows.turn_heads, "train_rows_triton:turn_heads")
 turn_heads_back = _op(
     "turn_heads_back", train_rows.turn_heads_back, "train_rows_triton:turn_heads_back"

@@ -58,6 +58,9 @@ def test_norm(rows: int, width: int) -> None:
         compare("norm_rows", inputs, wide_inputs=[*wide(inputs[:4]), torch.float64])
     root = (hidden.square().mean(-1) + EPS).rsqrt()
     compare("norm_rows_back", [hidden, weight, root, gradient, normal(rows, width, seed=4)])
+    inputs = [added, None, weight, EPS, torch.float32]
+    compare("norm_rows", inputs, wide_inputs=[*wide(inputs[:4]), torch.float64])
+    compare("norm_half_back", [added, weight, root, hidden])
 
 
 @pytest.mark.usefixtures("poison")

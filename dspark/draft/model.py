@@ -17,6 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dspark import ops
+from dspark.draft import passes
 from dspark.draft.attention import RMSNorm
 from dspark.draft.backbone import build_backbone, build_layers
 from dspark.draft.calibration import Calibration
@@ -94,7 +96,12 @@ class DSparkDrafter(nn.Module):
 
     def features(self, taps: Tensor) -> Tensor:
         """Context features c of concatenated taps, ascending layer id: [..., N*D] -> [..., D]."""
-        return self.hidden_norm(self.fc(taps.to(self.fc.weight.dtype)))
+        projected, norm = self.fc(taps.to(self.fc.weight.dtype)), self.hidden_norm
+        kinds = projected.dtype, norm.weight.dtype
+        if kinds == (torch.bfloat16, torch.float32) and ops.by_kernel("norm_rows", projected):
+            return passes.normed(projected, norm.weight, norm.eps)
+        normed: Tensor = norm(projected)
+        return normed
 
     def new_context(
         self, batch: int, max_length: int, storage: Storage | None = None

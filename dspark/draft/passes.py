@@ -74,6 +74,29 @@ def run_layers(
     return (rows + added).view(shape)
 
 
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`attention.rms_norm` of half-precision rows x [..., D] under a float32 weight: float32."""
+    out: Tensor = _Norm.apply(x, weight, eps)
+    return out
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        _, out, root = ops.norm_rows(rows, None, weight, eps, weight.dtype)
+        ctx.save_for_backward(rows, weight, root)
+        return out.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, root = ctx.saved_tensors
+        flat = gradient.reshape(rows.shape).contiguous()
+        of_x, of_weight = ops.norm_half_back(rows, weight, root, flat)
+        return of_x.view(gradient.shape), of_weight, None
+
+
 class _Project(torch.autograd.Function):
     """hidden [B N, D], added [B N, D] or None, context [B, S, D] -> h, q [B, N, H, K], keys and
     values [B, S + N, J, K], context."""

@@ -22,7 +22,7 @@ def norm_rows(
     """Add and norm.
 
     Args:
-        hidden: [n, D] float32.
+        hidden: [n, D] float32; without `added` also in half precision.
         added: [n, D] in half precision, or None.
         weight: [D] float32.
         eps: Of the norm.
@@ -34,8 +34,9 @@ def norm_rows(
     """
     if added is not None:
         hidden = hidden + added
-    root = (hidden.square().mean(-1) + eps).rsqrt()
-    return hidden, (hidden * root[:, None] * weight).to(half), root
+    wide = hidden.to(weight.dtype)
+    root = (wide.square().mean(-1) + eps).rsqrt()
+    return hidden, (wide * root[:, None] * weight).to(half), root
 
 
 def norm_rows_back(
@@ -52,11 +53,27 @@ def norm_rows_back(
         Gradient of the sum [n, D] in float32, the same in the dtype of `gradient`, and that of the
         weight, [D] float32.
     """
-    unit, gradient_wide = hidden * root[:, None], gradient.to(hidden.dtype)
-    scaled = gradient_wide * weight
+    pulled, of_weight = _norm_back(hidden, weight, root, gradient)
+    total = through + pulled
+    return total, total.to(gradient.dtype), of_weight
+
+
+def norm_half_back(
+    x: Tensor, weight: Tensor, root: Tensor, gradient: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Backward of `norm_rows` of rows x [n, D] in half precision, for a gradient of any dtype.
+
+    Returns those of x, in its dtype, and of the weight, [D] float32.
+    """
+    pulled, of_weight = _norm_back(x, weight, root, gradient)
+    return pulled.to(x.dtype), of_weight
+
+
+def _norm_back(x: Tensor, weight: Tensor, root: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    unit, wide = x.to(weight.dtype) * root[:, None], gradient.to(weight.dtype)
+    scaled = wide * weight
     inner = (scaled * unit).mean(-1, keepdim=True)
-    total = through + root[:, None] * (scaled - unit * inner)
-    return total, total.to(gradient.dtype), (gradient_wide * unit).sum(0)
+    return root[:, None] * (scaled - unit * inner), (wide * unit).sum(0)
 
 
 def turn_heads(

@@ -63,10 +63,24 @@ def norm_rows_back(
     total, half = torch.empty_like(hidden), torch.empty_like(gradient)
     parts = torch.empty(min(rows, PARTS), width, dtype=torch.float32, device=hidden.device)
     _norm_back[(len(parts),)](
-        hidden, weight, root, gradient, through, total, half, parts, rows, D=width,
+        hidden, weight, root, gradient, through, total, half, parts, rows, D=width, ADD=True,
         TILE=triton.next_power_of_2(width), num_warps=NORM_WARPS,
     )  # fmt: skip
     return total, half, parts.sum(0)
+
+
+def norm_half_back(
+    x: Tensor, weight: Tensor, root: Tensor, gradient: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `train_rows.norm_half_back`."""
+    rows, width = x.shape
+    out = torch.empty_like(x)
+    parts = torch.empty(min(rows, PARTS), width, dtype=torch.float32, device=x.device)
+    _norm_back[(len(parts),)](
+        x, weight, root, gradient, gradient, gradient, out, parts, rows, D=width, ADD=False,
+        TILE=triton.next_power_of_2(width), num_warps=NORM_WARPS,
+    )  # fmt: skip
+    return out, parts.sum(0)
 
 
 def turn_heads(
@@ -124,7 +138,7 @@ def _norm(
 ):  # fmt: skip
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
     inside = at < D
-    x = tl.load(hidden + row * D + at, mask=inside, other=0.0)
+    x = tl.load(hidden + row * D + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(added + row * D + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(total + row * D + at, x, mask=inside)
@@ -137,7 +151,7 @@ def _norm(
 @triton.jit(do_not_specialize=["rows"])
 def _norm_back(
     hidden, weight, root, gradient, through, total, half, parts, rows, D: tl.constexpr,
-    TILE: tl.constexpr,
+    ADD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     at, stride = tl.arange(0, TILE), tl.full((), D, tl.int64)
     inside = at < D
@@ -146,14 +160,15 @@ def _norm_back(
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
         place = row * stride + at
         scale = tl.load(root + row)
-        unit = tl.load(hidden + place, mask=inside, other=0.0) * scale
+        unit = tl.load(hidden + place, mask=inside, other=0.0).to(tl.float32) * scale
         g = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
-        passed = tl.load(through + place, mask=inside, other=0.0)
         of_weight += g * unit
         scaled = g * w
         inner = tl.sum(scaled * unit, 0) / D
-        result = passed + scale * (scaled - unit * inner)
-        tl.store(total + place, result, mask=inside)
+        result = scale * (scaled - unit * inner)
+        if ADD:
+            result += tl.load(through + place, mask=inside, other=0.0)
+            tl.store(total + place, result, mask=inside)
         tl.store(half + place, result.to(half.dtype.element_ty), mask=inside)
     tl.store(parts + tl.program_id(0) * D + at, of_weight, mask=inside)
 
