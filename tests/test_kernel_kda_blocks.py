@@ -7,7 +7,11 @@ element against float64. On the GPU the kernels run in test_kernel_kda_step and 
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -112,3 +116,44 @@ def test_where_blocks_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     for rows, K, bound in ((1, 128, -5.0), (9, 128, -5.0), (8, 256, -5.0), (8, 128, 0.0)):
         assert not kda_blocks.in_blocks(rows, K, bound)
     assert not kda_blocks.in_blocks(8, 128, -11.0)
+
+
+COMPILE = """
+import sys, triton
+from importlib import import_module
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+name, arch, sizes = sys.argv[1], int(sys.argv[2]), dict(x.split("=") for x in sys.argv[3:])
+kernel = getattr(import_module(f"dspark_kernels.kda_{name}_block_gluon"), f"{name}_block_kernel")
+sizes = {x: int(n) if n.isdigit() else n == "True" for x, n in sizes.items()}
+kinds = {"scale": "fp32", "bound": "fp32", "eps": "fp32", "accepted_ptr": "*i64"}
+signature = {
+    x: "constexpr" if x in sizes else kinds.get(x, "*fp32" if x.endswith("_ptr") else "i32")
+    for x in kernel.arg_names
+}
+constants = {(kernel.arg_names.index(x),): n for x, n in sizes.items()}
+source = GluonASTSource(fn=kernel, signature=signature, constexprs=constants)
+made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4})
+print(made.asm["ptx"].count("mma.sync.aligned.m16n8k8.row.col.f32.tf32"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "sizes", "products"),
+    [
+        ("step", 90, "T=8 H=2 K=64 V=64 WARPS=4 WRITE=True EARLY=True", 48 + 8 + 32 + 6),
+        ("round", 80, "T=4 R=4 H=2 K=64 V=64 W=4 HELD=8 FOLD=False WARPS=4 EARLY=False", 124),
+    ],
+)
+def test_compiles(name: str, arch: int, sizes: str, products: int, tmp_path: Path) -> None:
+    """For the card: all layouts fit without a move, or the compiler refuses them. The products are
+    three of every eight keys and eight rows for what rows see, four for what they write."""
+    here = {x: y for x, y in os.environ.items() if x != "TRITON_INTERPRET"}
+    path = os.pathsep.join((str(Path(kda.__file__).parents[1]), here.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, name, str(arch), *sizes.split()],
+        env={**here, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) == products

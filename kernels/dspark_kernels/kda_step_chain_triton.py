@@ -105,17 +105,21 @@ def row_kernel(
         rate = tl.exp(tl.load(rate_ptr + h))
         dt = tl.load(dt_ptr + h * K + ks).to(tl.float32)
     state = tl.load(state_ptr + tile)
+    squares, both = tl.split(tl.sum(tl.join(tl.join(k * k, q * q), tl.join(q * k, q * k)), 0))
+    k_norm, q_norm = tl.split(squares)
     if GATED:
         decay = tl.exp2(log_decay(g + dt, rate, bound, BOUNDED))
         beta = sigmoid(beta)
-        k *= tl.rsqrt(tl.sum(k * k, 0) + UNIT_EPS)
-        q *= scale * tl.rsqrt(tl.sum(q * q, 0) + UNIT_EPS)
+        k_norm, q_norm = tl.rsqrt(k_norm + UNIT_EPS), scale * tl.rsqrt(q_norm + UNIT_EPS)
     else:
         decay = tl.exp2(LOG2E * g)
-    state *= decay[:, None]
-    sums = tl.sum(tl.join(k[:, None] * state, q[:, None] * state), 0)
+        k_norm, q_norm = 1.0, 1.0
+    both, _ = tl.split(both)
+    # norms are factors of sums: none of the sums waits for another
+    sums = tl.sum(tl.join((k * decay)[:, None] * state, (q * decay)[:, None] * state), 0)
     seen, read = tl.split(sums)
-    u = beta * (v - seen)
-    tl.store(out_ptr + (b * H + h) * V + cols, read + tl.sum(q * k, 0) * u)
+    u = beta * (v - k_norm * seen)
+    tl.store(out_ptr + (b * H + h) * V + cols, q_norm * (read + k_norm * both * u))
     if WRITE:
-        tl.store(end_ptr + tile, state + k[:, None] * u[None, :])
+        k *= k_norm
+        tl.store(end_ptr + tile, decay[:, None] * state + k[:, None] * u[None, :])
