@@ -69,7 +69,9 @@ def test_the_verdict_counts_prompts_and_seeds(tmp_path: Path) -> None:
     assert 1 < low < 1.3
     assert arms["dflash"]["verdict"] == "ahead"
     assert document["rate_search"] is None
-    assert "ahead" in markdown(document)
+    text = markdown(document)
+    assert "rows, learning rate 0.001, and within 0.0 %" in text
+    assert "| ahead " in text
 
 
 def test_one_seed_is_no_verdict_and_lookup_has_none(tmp_path: Path) -> None:

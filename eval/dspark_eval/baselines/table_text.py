@@ -41,13 +41,17 @@ def equal(document: Mapping[str, Any]) -> str:
         learned = f"the same {rows['rows']:,} rows ({rows['supervised_tokens']:,} tokens to learn)"
     sizes = [entry["parameters"] for entry in document["arms"] if entry["arm"] != LOOKUP]
     apart = max(abs(size / sizes[0] - 1) for size in sizes)
+    rate = f"learning rate {document['rates'][0]:g}, "
+    own = "Not equal: "
+    if document["rate_search"] is not None:
+        rate, own = "", own + "the learning rate, each arm's best of those tried, and "
     return (
         f"Target {document['target']}, draft length {document['draft_length']}; accepted length "
         f"with bonus. Equal for every trained arm: {learned}, their order, "
-        f"{counted(document['steps'], 'step')} of {document['rows_per_step']} rows, and within "
-        f"{100 * apart:.1f} % the number of parameters. Not equal: the learning rate, each arm's "
-        "best of those tried, and seconds, of runs that shared a machine. 95 % over prompts and "
-        "seeds; ahead: the whole interval lies above 1."
+        f"{counted(document['steps'], 'step')} of {document['rows_per_step']} rows, "
+        f"{rate}and within {100 * apart:.1f} % the number of parameters. {own}seconds, of runs "
+        "that shared a machine. 95 % over prompts and seeds; ahead: the whole interval lies above "
+        "1."
     )
 
 
