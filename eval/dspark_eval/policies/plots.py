@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
-from dspark_eval.plots import DPI, MARKERS, SERIES
+from dspark_eval.plots import DPI, GREY, MARKERS, SERIES, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,9 +18,9 @@ LABELS = {
     "entropy": "stop where the mean entropy rises above (nats)",
 }
 PANELS = (
-    ("acceptance_rate", "acceptance rate"),
-    ("accepted_length", "accepted length"),
-    ("tokens_per_s", "modelled tokens/s"),
+    ("acceptance_rate", "accepted drafts (share of those sent)"),
+    ("accepted_length", "accepted length (tokens per round)"),
+    ("tokens_per_s", "modelled tokens per second"),
 )
 
 
@@ -35,7 +35,8 @@ def plot_sweeps(document: Mapping[str, Any], path: Path) -> None:
             _draw(panel, document, rule, key, fitted)
             panel.set_xlabel(LABELS[rule], fontsize=8)
             panel.set_ylabel(label, fontsize=9)
-    axes[0][0].legend(fontsize=8, frameon=False)
+    lines, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(lines, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=3)
     figure.suptitle(
         f"{Path(document['drafter']).name} for {document['target']}, temperature "
         f"{document['temperature']:g}: replayed rounds of whole blocks; dashed: fitted threshold",
@@ -51,12 +52,12 @@ def _draw(axes: Axes, document: Mapping[str, Any], rule: str, key: str, fitted: 
         axes.plot(
             [p["threshold"] for p in points],
             [p[key] for p in points],
-            label=name,
+            label=f"{name} (n = {sweeps[rule][0]['rounds']} rounds)",
             color=SERIES[index % len(SERIES)],
             marker=MARKERS[index % len(MARKERS)],
             markevery=5,
             markersize=4,
             linewidth=1.2,
         )
-    axes.axvline(fitted, color="#666666", linewidth=0.8, linestyle="--")
-    axes.grid(alpha=0.25)
+    axes.axvline(fitted, color=GREY, linewidth=0.8, linestyle="--")
+    tidy(axes)

@@ -19,8 +19,9 @@ LINES = ("-", "--", ":", "-.")
 
 
 def plot_accepted(document: dict[str, Any], path: Path) -> None:
-    """A panel for each measurement: every seed a dot, the mean a bar, the reference a line."""
-    rows = document["rows"]
+    """A panel for each measurement: every seed a dot, the mean a bar, the reference a line; arms in
+    the order of the first one."""
+    rows = sorted(document["rows"], key=lambda row: -row["results"][0]["accepted_length"])
     names = [row["arm"] for row in rows]
     panels = rows[0]["results"]
     figure = Figure(figsize=(3.2 + 2.6 * len(panels), 1.4 + 0.32 * len(rows)), layout="constrained")
@@ -37,9 +38,9 @@ def plot_accepted(document: dict[str, Any], path: Path) -> None:
         axes.grid(axis="x", alpha=0.25)
     figure.axes[0].invert_yaxis()
     figure.supxlabel(
-        f"accepted length (dots: {counted(len(document['seeds']), 'seed')}, bar: mean; draft "
-        "length "
-        f"{document['draft_length']})",
+        f"accepted length, tokens per round (n = {counted(document['prompts'], 'prompt')}, draft "
+        f"length {document['draft_length']}; dots: {counted(len(document['seeds']), 'seed')}, bar: "
+        f"mean; dashed: {document['reference']})",
         fontsize=9,
     )
     _save(figure, path)
