@@ -197,7 +197,7 @@ ORDERING = {
 _CELL = {
     "set": "gsm8k", "temperature": 0.0, "prompts": 2, "loops": [False, True], "loop_share": 0.5,
     "accepted_length": 2.5, "ci95": [2.2, 2.8], "without_loops": 2.4, "acceptance_rate": 0.4,
-    "ece": {"before": 0.1, "after": 0.05, "floor": 0.04},
+    "emitted": [3, 2], "rounds": [1, 1], "ece": {"before": 0.1, "after": 0.05, "floor": 0.04},
 }  # fmt: skip
 REAL_TEXT = {
     "answers": [], "speed": None, "against_reference": {},
