@@ -72,11 +72,11 @@ def copy_rate(device: torch.device, nbytes: int = COPY_BYTES) -> float:
     """Bytes per second of a large copy, read and written both counted."""
     source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    seconds = _seconds(lambda: target.copy_(source), 10, device)
+    seconds = seconds_each(lambda: target.copy_(source), 10, device)
     return 2 * nbytes / seconds
 
 
-def _seconds(run: Callable[[], object], count: int, device: torch.device) -> float:
+def seconds_each(run: Callable[[], object], count: int, device: torch.device) -> float:
     """Of one call, when they are queued back to back."""
     for _ in range(3):
         run()
@@ -148,7 +148,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     floor_bytes = token_bytes(decoder, config, options.prompt + options.tokens // 2)
     rate = copy_rate(device, COPY_BYTES if device.type == "cuda" else 1 << 24)
     floor_s = floor_bytes.total / rate
-    frame_s = _seconds(decoder.replay.run, options.frames, device)
+    frame_s = seconds_each(decoder.replay.run, options.frames, device)
     text = decoder.generate(prompt, max_new_tokens=options.tokens, end_token_ids=[])
     text = decoder.generate(prompt, max_new_tokens=options.tokens, end_token_ids=[])
     generate_s = text.decode_s / (len(text.tokens) - 1)
