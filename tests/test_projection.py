@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from dspark.errors import UserError
 from dspark.k3.config import K3Config
+from dspark_eval.measured_layers import load_layers
 from dspark_eval.projection import (
     K3,
     K3_DRAFTER,
@@ -115,3 +117,50 @@ def test_a_rate_without_end_and_a_negative_context_are_refused(
         assert said in told.err
         assert told.err.count("\n") == 1
         assert not told.out
+
+
+def layers_file(path: Path, shape: str = "k3", **rows: list[dict[str, float]]) -> Path:
+    """Layers of 420 MB at 4.2 TB/s, 100 us of bytes: 30 and 50 us over at 1 and 8 rows (kda)."""
+
+    def row(n: int, us: float) -> dict[str, float]:
+        return {"rows": n, "seconds": 1e-6 * us, "bytes": 420e6, "experts": 16.0}
+
+    layers = {"kda": [row(1, 130), row(8, 150)], "mla": [row(1, 110), row(8, 90)], **rows}
+    path.write_text(json.dumps({"shape": shape, "copy_bytes_per_s": 4.2e12, "layers": layers}))
+    return path
+
+
+def test_measured_layers_make_every_pass_wait(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """69 KDA layers and 24 MLA layers; none is faster than its bytes; 2 rows are interpolated."""
+    path = layers_file(tmp_path / "layers.json")
+    found = load_layers(path, K3)
+    one, eight = 69 * 30e-6 + 24 * 10e-6, 69 * 50e-6
+    assert found.wait_s == pytest.approx({1: one, 8: eight})
+    machine = Machine(row_waits=tuple(found.wait_s.items()))
+    assert machine.pass_s(0.0, 2) == pytest.approx(one + (eight - one) / 7)
+    assert main(["--conditional", "0.9", "--layers", str(path), "--gpus", "8"]) == 0
+    told = capsys.readouterr().out
+    plain_ms = 138.1e9 / 8 / 4.2e12 * 1e3 + 1e3 * one
+    assert f"{plain_ms:.2f} ms" in told
+    assert told.rstrip().endswith("A projection from bytes and measured layers, not a measurement.")
+
+
+def test_files_that_are_no_measured_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.json"
+    other.write_text("[1]")
+    cases = (
+        (other, "k3_layers --json"),
+        (layers_file(tmp_path / "tiny.json", "tiny"), "measured at shape 'tiny'; expected k3"),
+        (layers_file(tmp_path / "rows.json", mla=[]), "the same rows"),
+    )
+    for path, said in cases:
+        assert main(["--conditional", "0.9", "--layers", str(path)]) == 2
+        told = capsys.readouterr()
+        assert said in told.err
+        assert told.err.count("\n") == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["--conditional", "0.9", "--layers", str(other), "--plain-ms", "9"])

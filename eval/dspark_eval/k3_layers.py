@@ -28,6 +28,7 @@ from torch import Tensor
 
 from dspark import ops
 from dspark.console import Parser, module_command
+from dspark.errors import UserError
 from dspark.files import atomic_write_json
 from dspark.k3.config import K3Config
 from dspark.k3.static.decode import StaticDecoder
@@ -233,7 +234,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name in ("rows", "context", "count"):
         given = getattr(options, name)
         if min(given if isinstance(given, list) else [given]) < 1:
-            parser.error(f"--{name}: expected 1 or more")
+            raise UserError(f"--{name}: expected 1 or more")
     options.arguments = list(arguments)
     return options
 

@@ -8,9 +8,11 @@
 states, latents. Rows of one text choose experts that agree more than chance; `agreement` in [0, 1]
 moves their number from independent even choice (0) to one row's (1). `share` is the part of the
 memory rate that a pass reaches and `wait` what a pass costs beside its bytes (launches, exchange
-between GPUs). Both are measured, or fitted to a published time; a projection says which.
+between GPUs). Both are measured, or fitted to a published time; a projection says which. Layers
+that were measured one by one (`dspark_eval.k3_layers`) give a wait for each number of rows.
 
     python -m dspark_eval.projection --gpus 8 --rate 8.0 --plain-ms 8.51 --conditional 0.85 0.8 0.75
+    python -m dspark_eval.projection --gpus 8 --layers layers.json --conditional 0.85 0.8 0.75
 
 Letters: n rows, g draft length, tau accepted length.
 """
@@ -22,6 +24,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -33,6 +36,8 @@ from dspark.draft.speedup import Prediction, predict
 from dspark.errors import UserError
 from dspark.k3.config import K3Config
 from dspark.k3.cost import pass_bytes
+from dspark.runtime.cost_model import interpolate
+from dspark_eval.measured_layers import load_layers
 
 K3 = K3Config(
     vocab_size=163_840,
@@ -82,6 +87,7 @@ class Machine:
     wait_s      seconds of a target pass beside its bytes
     draft_gpus  GPUs that share the drafter
     draft_wait_s  seconds of a draft step beside its bytes
+    row_waits   (rows, seconds) that a target pass of so many rows waits on top; interpolated
     """
 
     gpus: int = 8
@@ -90,6 +96,7 @@ class Machine:
     wait_s: float = 0.0
     draft_gpus: int = 8
     draft_wait_s: float = 0.0
+    row_waits: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("gpus", "draft_gpus", "rate"):
@@ -102,9 +109,10 @@ class Machine:
         if self.wait_s < 0 or self.draft_wait_s < 0:
             raise UserError(f"waits: expected 0 or more, got {self.wait_s}, {self.draft_wait_s}")
 
-    def pass_s(self, target_bytes: float) -> float:
-        """Seconds of a target pass that reads so many bytes."""
-        return target_bytes / (self.gpus * self.rate * self.share) + self.wait_s
+    def pass_s(self, target_bytes: float, rows: int = 1) -> float:
+        """Seconds of a target pass of so many rows that reads so many bytes."""
+        wait = self.wait_s + (interpolate(dict(self.row_waits), rows) if self.row_waits else 0.0)
+        return target_bytes / (self.gpus * self.rate * self.share) + wait
 
     def draft_s(self, draft_bytes: float) -> float:
         """Seconds of a draft step that reads so many bytes."""
@@ -155,7 +163,7 @@ def project(
     draft = weight_bytes(drafter, dtype).total + context_bytes(drafter, context, dtype)
     verify = {n: rows_bytes(target, n, context, dtype, agreement) for n in range(1, most + 2)}
     times = {
-        n: machine.pass_s(read) + (machine.draft_s(draft) if n > 1 else 0.0)
+        n: machine.pass_s(read, n) + (machine.draft_s(draft) if n > 1 else 0.0)
         for n, read in verify.items()
     }
     return Projection(
@@ -200,7 +208,8 @@ def table(found: Projection, machine: Machine) -> str:
             f"{row.draft_length:>12}   {read:>9.1f}   {row.accepted_length:>15.2f}   "
             f"{row.tokens_per_s or 0:>8.0f}   {row.speed_up:>7.2f}x"
         )
-    return "\n".join([*lines, "", "A projection from bytes, not a measurement."])
+    given = "bytes and measured layers" if machine.row_waits else "bytes"
+    return "\n".join([*lines, "", f"A projection from {given}, not a measurement."])
 
 
 @module_command
@@ -208,21 +217,34 @@ def main(arguments: Sequence[str]) -> None:
     """Kimi K3 with its published MLA drafter on a machine of the options."""
     parser = Parser(prog="python -m dspark_eval.projection", description=main.__doc__)
     parser.add_argument("--gpus", type=int, default=8)
-    parser.add_argument("--rate", type=float, default=4.2, help="TB/s of one GPU's memory")
+    parser.add_argument("--rate", type=float, help="TB/s of one GPU's memory (4.2)")
     parser.add_argument(
         "--share", type=float, default=1.0, help="of that rate, what a pass reaches"
     )
-    parser.add_argument("--plain-ms", type=float, help="fit the wait of a pass to this plain step")
+    waits = parser.add_mutually_exclusive_group()
+    waits.add_argument("--plain-ms", type=float, help="fit the wait of a pass to this plain step")
+    waits.add_argument("--layers", type=Path, help="of k3_layers; its rate unless --rate is given")
     parser.add_argument("--context", type=int, default=8192, help="tokens")
     parser.add_argument("--agreement", type=float, default=0.0, help="of rows on experts, 0 to 1")
     parser.add_argument("--conditional", type=float, nargs="+", required=True, metavar="C")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
-    machine = Machine(given.gpus, 1e12 * given.rate, given.share, draft_gpus=given.gpus)
+    layers = None if given.layers is None else load_layers(given.layers, K3)
+    rate = 4.2e12 if layers is None else layers.rate
+    machine = Machine(
+        given.gpus,
+        rate if given.rate is None else 1e12 * given.rate,
+        given.share,
+        draft_gpus=given.gpus,
+        row_waits=() if layers is None else tuple(sorted(layers.wait_s.items())),
+    )
+    if layers is not None:  # a draft step waits as its layers would in the target
+        share = K3_DRAFTER.num_layers / K3.num_hidden_layers
+        machine = replace(machine, draft_wait_s=share * interpolate(layers.wait_s, 8))
     if given.plain_ms is not None:
         plain = rows_bytes(K3, 1, given.context, torch.bfloat16, 0.0)
-        layers = K3_DRAFTER.num_layers / K3.num_hidden_layers
-        machine = fit_wait(machine, plain, given.plain_ms / 1e3, layers)
+        share = K3_DRAFTER.num_layers / K3.num_hidden_layers
+        machine = fit_wait(machine, plain, given.plain_ms / 1e3, share)
     found = project(
         K3, K3_DRAFTER, machine, given.conditional,
         context=given.context, agreement=given.agreement,
