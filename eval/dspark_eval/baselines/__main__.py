@@ -26,7 +26,7 @@ from dspark_eval.study.measure import SETTINGS
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 2 and one line for a wrong input."""
+    """Exit code 2 and one line for a wrong input, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="python -m dspark_eval.baselines",
         description=__doc__,
@@ -42,6 +42,9 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(f"dspark_eval.baselines: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("dspark_eval.baselines: stopped; give the same command again", file=sys.stderr)
+        return 130
     return 0
 
 
