@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dspark.distill.chunks import Chunk, chunks
 from dspark.distill.fused_head import Imitated, head_terms
 from dspark.distill.terms import TERMS, Grid, Objective, mixture
 
@@ -73,33 +74,6 @@ class Slots:
     objective: Objective
     head: Tensor | None = None
     imitated: Imitated | None = None
-
-    def chunks(self, size: int) -> list[Chunk]:
-        """Runs of whole blocks with at most `size` slots, or one block."""
-        chunks: list[Chunk] = []
-        first_block = first_slot = block = slot = 0
-        for count in self.counts:
-            if slot > first_slot and slot + count - first_slot > size:
-                chunks.append(Chunk(slice(first_slot, slot), first_block, block))
-                first_block, first_slot = block, slot
-            block, slot = block + 1, slot + count
-        if slot > first_slot:
-            chunks.append(Chunk(slice(first_slot, slot), first_block, block))
-        return chunks
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Slots `rows` of whole blocks, those from `first_block` to before `end_block`."""
-
-    rows: slice
-    first_block: int
-    end_block: int
-
-    def grid(self, grid: Grid) -> Grid:
-        """Where its slots sit, counted from its own first block."""
-        block = grid.block[self.rows] - self.first_block
-        return Grid(block, grid.position[self.rows], self.end_block - self.first_block, grid.slots)
 
 
 def fused_terms(
@@ -158,7 +132,7 @@ def _wide_terms(
     gradients = [torch.zeros_like(t, dtype=terms.dtype) for t in inputs if trained]
     wide = states, codes.to(terms.dtype), weight.to(terms.dtype)
     total = terms.new_zeros(())
-    for part in slots.chunks(chunk):
+    for part in chunks(slots.counts, chunk):
         total += _add_chunk(part, wide, slots, terms, gradients or None)
     return total, gradients
 

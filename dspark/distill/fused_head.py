@@ -8,15 +8,16 @@ elementwise passes; the second leaves the gradient where z was. What is left is 
     d states = dz W                 d codes = dz W2              d W2 = dz^T codes
 
 Blocks overlap: slots of several blocks imitate the same position of the target, whose logits are
-formed once (2,400 rows instead of 3,584 at 512 anchors of 7 slots in 4,096 positions), for the
-whole batch where they fit into `IMITATED_BYTES`: `imitate` can do that before the drafter has run.
-A chunk holds two buffers in W's dtype, [c, V] and [m, V]; bfloat16 products accumulate in float32.
+formed once a chunk (2,400 rows instead of 3,584 at 512 anchors of 7 slots in 4,096 positions).
+Which these are, `imitate` finds before the drafter has run. A chunk holds two buffers in W's dtype,
+[c, V] and [m, V]; bfloat16 products accumulate in float32.
 
 Letters: c slots of a chunk, m positions of the target among them, D hidden, R rank, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,14 +26,15 @@ from torch import Tensor
 
 from dspark import ops
 from dspark.devices import send
+from dspark.distill.chunks import Chunk, chunks
 from dspark.distill.terms import TERMS, mixture
 from dspark.products import add_product
 
 if TYPE_CHECKING:
-    from dspark.distill.fused import Chunk, Slots
+    from dspark.distill.fused import Slots
 
-CHUNK_BYTES, IMITATED_BYTES = 2**29, 2**30
-"""Drafter's logits of a chunk when none is asked for; target's logits of a whole batch."""
+CHUNK_BYTES = 2**29
+"""Drafter's logits of a chunk when none is asked for."""
 
 
 def takes(head: Tensor | None, reduced: bool) -> bool:
@@ -47,20 +49,22 @@ def takes(head: Tensor | None, reduced: bool) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Imitated:
-    """logits: [m, V] of the positions that slots imitate. shared: [n], which of them each does."""
+    """What the slots of every chunk of `size` imitate, on the device.
 
-    logits: Tensor
-    shared: Tensor
+    parts: rows of the target's states [m], and which of those each slot imitates [c].
+    """
+
+    size: int
+    parts: list[tuple[Tensor, Tensor]]
 
 
-@torch.no_grad()
-def imitate(head: Tensor, states: Tensor, rows: Tensor) -> Imitated | None:
-    """The target's logits at `rows` [n] of its states [*, D]; None where they are too many."""
-    which, shared = torch.unique(rows, return_inverse=True)
-    if 2 * len(which) * len(head) > IMITATED_BYTES:
-        return None
-    picked = states[send(which, head.device)].to(head.dtype)
-    return Imitated(torch.mm(picked, head.T), send(shared, head.device))
+def imitate(rows: Tensor, counts: Sequence[int], size: int, device: torch.device) -> Imitated:
+    """Of the supervised slots of blocks, `counts` in each, that imitate states `rows` [n]."""
+    found = []
+    for part in chunks(counts, size):
+        which, shared = torch.unique(rows[part.rows], return_inverse=True)
+        found.append((send(which, device), send(shared, device)))
+    return Imitated(size, found)
 
 
 def even_chunk(count: int, vocabulary: int, slots: int) -> int:
@@ -86,12 +90,15 @@ def head_terms(
     gradients = []
     if trained:
         gradients = [torch.empty_like(states), torch.empty_like(codes)]
-    parts = slots.chunks(chunk)
+    parts = chunks(slots.counts, chunk)
+    imitated = slots.imitated
+    if imitated is None:
+        imitated = imitate(slots.target_rows, slots.counts, chunk, states.device)
     if trained:
         made = torch.empty_like if parts else torch.zeros_like
         gradients.append(made(weight, dtype=total.dtype))
     for at, part in enumerate(parts):
-        z, mixed = _pulled(part, (states, codes, weight), slots, terms, trained)
+        z, mixed = _pulled(part, imitated.parts[at], (states, codes, weight), slots, terms, trained)
         total += mixed
         if trained:
             torch.mm(z, slots.head, out=gradients[0][part.rows])
@@ -102,19 +109,20 @@ def head_terms(
 
 
 def _pulled(
-    part: Chunk, inputs: tuple[Tensor, Tensor, Tensor], slots: Slots, terms: Tensor, trained: bool
+    part: Chunk,
+    imitated: tuple[Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
+    slots: Slots,
+    terms: Tensor,
+    trained: bool,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of a chunk's mixture in its logits [c, V], or those, untrained; the mixture."""
     assert slots.head is not None
     states, codes, weight = inputs
     rows, wanted = part.rows, slots.objective.divergences
     z = torch.mm(codes[rows], weight.T).addmm_(states[rows], slots.head.T)
-    if slots.imitated is not None:
-        target, shared = slots.imitated.logits, slots.imitated.shared[rows]
-    else:
-        which, shared = torch.unique(slots.target_rows[rows], return_inverse=True)
-        which, shared = send(which, z.device), send(shared, z.device)
-        target = torch.mm(slots.target_states[which].to(slots.head.dtype), slots.head.T)
+    which, shared = imitated
+    target = torch.mm(slots.target_states[which].to(slots.head.dtype), slots.head.T)
     found = ops.distill_terms(z, target, shared, slots.labels[rows], wanted)
     if not slots.objective.nla:
         found[0][TERMS.index("nla")] = 0

@@ -139,7 +139,8 @@ def distill_loss(
             slots of several blocks may share one. On the host or the device.
         head: [V, D], the LM head if `to_logits` is the product with it and nothing else, to take
             all products in its dtype (`fused_head.takes` it).
-        imitated: The target's logits at the supervised slots, in order, if they are known already.
+        imitated: Which positions the supervised slots of each chunk imitate, if found already; the
+            chunks are then its own.
         places: Of `supervised`, where that is and on the device, if they have been found already.
     """
     slots, device = supervised.shape[-1], hidden.device
@@ -158,7 +159,8 @@ def distill_loss(
     if vocabulary is not None:
         chosen_labels, known = vocabulary.labels(chosen_labels)
     if imitated is not None:
-        target_states, chosen_rows = target_hidden, imitated.shared
+        assert target_rows is not None
+        target_states, chosen_rows, chunk = target_hidden, target_rows, imitated.size
     elif target_rows is None:
         target_states = there.picked(there.in_use(target_hidden, 2))
         chosen_rows = torch.arange(len(target_states), device=device)

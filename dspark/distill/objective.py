@@ -109,11 +109,13 @@ def prepare(
         given = batch = replace(batch, anchors=hard)
     block = blocks(given.ids, given.loss_mask, given.anchors, config.block_size)
     rows = _flat_rows(block.rows, given.ids.shape[1])
-    head, imitated = through_head(target, drafter, settings), None
-    if head is not None and settings.chunk is None:
-        imitated = imitate(head, features.hidden.flatten(0, 1), rows[block.supervised])
     prev, labels = send(block.prev, device), send(block.labels, device)
     found = Places.of(block.supervised)
+    head, imitated = through_head(target, drafter, settings), None
+    if head is not None:
+        count = len(found.block)
+        size = settings.chunk or fused_head.even_chunk(count, len(head), config.block_size)
+        imitated = imitate(found.picked(found.in_use(rows)), found.counts, size, device)
     padded = not bool(given.valid.all() and given.anchors.valid.all())
     return Ready(
         batch, features, replace(block, rows=rows), prev, labels, head, imitated,
