@@ -85,6 +85,7 @@ def test_gate(rows: int, width: int) -> None:
 
 def test_more_tiles_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "PARTS", 2)
+    monkeypatch.setattr(kernel, "HEAD_PARTS", 2)
     test_norm(5, 24)
     test_turn(2, 90, 3, 16)
 

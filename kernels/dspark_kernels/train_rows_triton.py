@@ -23,8 +23,8 @@ allow_loops()
 exact_floats()
 
 HALF = (torch.bfloat16, torch.float16)
-PARTS = 512
-"""Programs that share the sum of a weight's gradient."""
+PARTS, HEAD_PARTS = 264, 396
+"""Programs that share the sum of a weight's gradient: two and three for each of 132 processors."""
 NORM_WARPS, HEAD_TILE, HEAD_WARPS, GATE_TILE, GATE_WARPS = 8, 32, 4, 4096, 8
 
 
@@ -103,7 +103,7 @@ def turn_heads_back(
     out = torch.empty_like(x)
     count = x.numel() // x.shape[-1]
     tiles = triton.cdiv(count, HEAD_TILE)
-    parts = torch.empty(min(tiles, 2 * PARTS), len(weight), dtype=torch.float32, device=x.device)
+    parts = torch.empty(min(tiles, HEAD_PARTS), len(weight), dtype=torch.float32, device=x.device)
     _turn_back[(len(parts),)](
         x, weight, cos, sin, gradient, out, parts, count, tiles, x.shape[1], cos.shape[1], start,
         eps, H=x.shape[2], PAIRS=x.shape[-1] // 2, TILE=HEAD_TILE, num_warps=HEAD_WARPS,
