@@ -77,6 +77,13 @@ def test_memory_and_files_are_limited(greed: str) -> None:
     assert run_tests(fenced(code), TESTS, limits=SHORT) == "failed"
 
 
+def test_processes_are_limited() -> None:
+    asks = "import resource\ndef f():\n    return resource.getrlimit(resource.RLIMIT_NPROC)"
+    limits = Limits(processes=37)
+    text = f"```python\n{asks}\n```"
+    assert run_tests(text, "assert f() == (37, 37)", limits=limits) == "passed"
+
+
 def test_what_it_starts_does_not_outlive_it(tmp_path: Path) -> None:
     """A child that would write a mark after two seconds is killed with the group."""
     mark = tmp_path / "mark"
@@ -132,6 +139,8 @@ def test_code_runs_only_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) 
     assert "the tests of 2 answers were not run; --run-code" in found.notes[0]
     found = grading.grade(both, [RIGHT] * 3, run_code=True)
     assert (found.marks, found.share, found.notes) == ((True, False, None), 0.5, ())
+    found = grading.grade(suite({}), [RIGHT], run_code=True)
+    assert (found.marks, found.notes) == ((None,), ("no code was run: no row has `tests`",))
 
 
 @pytest.mark.parametrize(

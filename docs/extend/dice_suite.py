@@ -1,4 +1,4 @@
-"""A suite of 20 lines: 200 questions with known answers, in a file that `--suite` reads.
+"""A suite in 30 lines: 200 questions with known answers, in a file that `--suite` reads.
 
 python dice_suite.py dice.jsonl && dspark eval --draft runs/mine --suite dice.jsonl
 """

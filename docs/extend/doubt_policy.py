@@ -1,4 +1,4 @@
-"""A policy of 30 lines: verify while the doubts about the block so far are small together.
+"""A policy in 45 lines: verify while the doubts about the block so far are small together.
 
     verify k while (1 - c_1) + ... + (1 - c_k) <= budget       c from the calibrated confidence head
 

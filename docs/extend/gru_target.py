@@ -1,4 +1,4 @@
-"""A target of under 100 lines: a GRU language model, its cache the plainest, a list of tokens.
+"""A target in under 100 lines: a GRU language model, its cache the plainest, a list of tokens.
 
 Every pass reads the whole text again: slow and right, so the oracle of a faster one, which keeps
 the state after the committed tokens and folds the accepted rows on `commit`.
@@ -57,14 +57,13 @@ class TokenCache:
 class GRUTarget:
     """See `dspark.runtime.target.Target`."""
 
-    tap_kinds, supports_trees, head_rest = ("residual",), False, ""
+    tap_kinds, supports_trees, head_rest, max_positions = ("residual",), False, "", 1 << 20
     notes = ("reads the whole text again in every pass",)
 
     def __init__(self, model: GRUModel, end_token_ids: Sequence[int], name: str = "gru") -> None:
         self.model, self.name, self.end_token_ids = model.eval(), name, tuple(end_token_ids)
         self.vocab_size, self.hidden_size = model.embed.weight.shape
         self.table_size, self.num_layers = self.vocab_size, len(model.layers)
-        self.max_positions = 1 << 20
         self.device, self.dtype = model.embed.weight.device, model.embed.weight.dtype
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -91,8 +90,8 @@ class GRUTarget:
         **none: Any,  # valid and parents: neither padding nor trees reach a batch of one chain
     ) -> TargetOutput:  # fmt: skip
         new = tokens[0].tolist()
-        text = torch.tensor([cache.tokens + new], device=self.device)
-        states = [state[:, -len(new) :] for state in self.model(text)]
+        states = self.model(torch.tensor([cache.tokens + new], device=self.device))
+        states = [state[:, -len(new) :] for state in states]
         tapped = None if taps is None else torch.cat([states[i] for i in taps.layer_ids], -1)
         cache.pending = new
         if commit:

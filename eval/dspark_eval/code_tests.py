@@ -8,6 +8,7 @@ without a block the whole text, if it defines something. It passes if the proces
 
 Limits: wall clock and CPU seconds, address space, size of files, processes, no core dump; an empty
 environment, an empty folder that is removed, no input, a process group that is killed as a whole.
+The kernel counts processes by user and lets root have any number.
 THIS IS NO SANDBOX: the code can read what this user can read and use the network. It runs only
 where it is asked for (`--run-code`), and belongs in a container or a virtual machine.
 """
@@ -35,7 +36,8 @@ _PYTHON = ("", "py", "python", "python3")
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program: wall-clock seconds (CPU seconds likewise), bytes of memory and of files."""
+    """Of one program: wall-clock seconds (CPU seconds likewise), bytes of memory and of files,
+    processes of this user."""
 
     seconds: int = 10
     memory: int = 1 << 30

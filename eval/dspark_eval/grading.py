@@ -56,12 +56,14 @@ def grade(suite: Suite, texts: Sequence[str], *, run_code: bool = False) -> Grad
         else:
             marks.append(is_correct(text, str(row.metadata["answer"])))
     notes = []
-    untested = sum("tests" in row.metadata for row in suite.rows)
-    if untested and not run_code:
+    tested = sum("tests" in row.metadata for row in suite.rows)
+    if tested and not run_code:
         notes.append(
-            f"the tests of {counted(untested, 'answer')} were not run; --run-code "
+            f"the tests of {counted(tested, 'answer')} were not run; --run-code "
             "runs model-written code, in a container best"
         )
+    if run_code and not tested:
+        notes.append("no code was run: no row has `tests`")
     if suite.grader == "maths" and not maths and any("answer" in r.metadata for r in suite.rows):
         notes.append("not graded, math-verify is not installed; pip install 'dspark[suites]'")
     return Grades(tuple(marks), tuple(notes))
