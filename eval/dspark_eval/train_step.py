@@ -8,9 +8,12 @@ its embedding and LM head, since its own pass is not what is measured (`cache.mo
 Peak memory is what the allocator held at most, weights, moments, target's head and states included.
 
     forward    blocks, fc and layers up to the drafter's states
-    loss       LM head, both softmaxes, terms, and the gradient down to the drafter's states
+    loss       both LM heads, both softmaxes, terms, and the gradient down to the drafter's states
     backward   through the layers
-    update     norm, clipping, AdamW, and whatever the host waits for
+    update     norm, clipping, AdamW
+
+`ms` is the median from a step's first to its last operation on the device, `mean` counts what lies
+between steps too.
 """
 
 from __future__ import annotations
@@ -242,13 +245,13 @@ def main(arguments: Sequence[str]) -> None:
     }
     document["plain"] = plain
     print(f"{name}, torch {torch.__version__}; {json.dumps(asdict(size))}")
-    print(f"{'moments':>9}{'ms':>9}{'GB':>8}" + "".join(f"{part:>10}" for part in PARTS))
+    print(f"{'moments':>9}{'ms':>9}{'mean':>9}{'GB':>8}" + "".join(f"{part:>10}" for part in PARTS))
     for each in found:
         parts = "".join(f"{each['parts_ms'][part]:>10.2f}" for part in PARTS)
         peak = "-" if each["peak_bytes"] is None else f"{each['peak_bytes'] / 1e9:.2f}"
-        print(f"{each['moments']:>9}{each['ms']:>9.2f}{peak:>8}{parts}")
+        print(f"{each['moments']:>9}{each['ms']:>9.2f}{each['mean_ms']:>9.2f}{peak:>8}{parts}")
     if plain is not None:
-        print(f"{'plain':>9}{plain['ms']:>9.2f}{plain['peak_bytes'] / 1e9:>8.2f}")
+        print(f"{'plain':>9}{plain['ms']:>9.2f}{'':>9}{plain['peak_bytes'] / 1e9:>8.2f}")
     if options.json:
         atomic_write_json(options.json, document)
 
