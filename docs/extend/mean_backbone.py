@@ -1,4 +1,4 @@
-"""A backbone in under 100 lines: each slot reads the mean of the context and its own place in the block.
+"""A backbone in under 100 lines: a slot reads the mean of the context and its place in the block.
 
     c(p) = mean of the features before position p         all that is kept of a text
     h_k <- h_k + W_out silu(W_in [norm(h_k) ; c ; place_k])
