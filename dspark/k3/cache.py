@@ -100,6 +100,7 @@ class K3Cache(Rounds):
             raise TypeError(f"expected a snapshot of a K3 cache, got {type(snapshot).__name__}")
         pieces = (*before, snapshot)
         check_pieces(pieces, self.config, self.dtype, self.max_length)
+        snapshot.wait()
         for kda, (state, window) in zip(self._kda(), snapshot.recurrent, strict=True):
             kda.put(row, state, window)
         self._touch(snapshot.length, clear=len(self.lengths) > 1)

@@ -4,12 +4,17 @@ A snapshot at n tokens holds, per KDA layer, the recurrent state and the convolu
 them, and per MLA layer the latents of the tokens [start, n). Latents never change once written, so
 of several snapshots along one text only the first needs those from the beginning: pieces whose
 ranges join are one state, with the recurrent part of the last.
+
+States that leave a GPU do so on a stream of their own, into pinned memory: the GPU goes on with
+what is queued behind them, and the host with whatever it does. Who reads them waits for their
+arrival.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,13 +25,15 @@ from dspark.k3.config import K3Config
 @dataclass(frozen=True, eq=False)
 class Snapshot:
     """The state after ``length`` tokens. ``recurrent`` has (state [H, K, V] float32, window
-    [W-1, C]) per KDA layer, ``latents`` [length - start, X] per MLA layer; nobody writes them."""
+    [W-1, C]) per KDA layer, ``latents`` [length - start, X] per MLA layer; nobody writes them.
+    ``arrived`` has passed once states that are on their way to the host are there: see `wait`."""
 
     config: K3Config
     start: int
     length: int
     recurrent: tuple[tuple[Tensor, Tensor], ...]
     latents: tuple[Tensor, ...]
+    arrived: torch.cuda.Event | None = None
 
     @property
     def nbytes(self) -> int:
@@ -39,10 +46,29 @@ class Snapshot:
         return self._map(lambda x: _move(x, device))
 
     def states_to_host(self) -> Snapshot:
-        """With states and windows in host memory; latents, which attention reads, stay."""
-        return replace(
-            self, recurrent=tuple((to_host(state), to_host(w)) for state, w in self.recurrent)
-        )
+        """With states and windows in host memory; latents, which attention reads, stay.
+
+        Returns at once where a GPU sends them.
+        """
+        flat = [x for pair in self.recurrent for x in pair]
+        gpu = next((x.device for x in flat if x.is_cuda), None)
+        if gpu is None:
+            return self._with_states([to_host(x) for x in flat], None)
+        leaving = _leaving(gpu)
+        leaving.wait_stream(torch.cuda.current_stream(gpu))
+        with torch.cuda.stream(leaving):
+            sent = [_send(x, leaving) for x in flat]
+            arrived = leaving.record_event()
+        return self._with_states(sent, arrived)
+
+    def _with_states(self, flat: list[Tensor], arrived: torch.cuda.Event | None) -> Snapshot:
+        pairs = tuple(zip(flat[::2], flat[1::2], strict=True))
+        return replace(self, recurrent=pairs, arrived=arrived)
+
+    def wait(self) -> None:
+        """Until what `states_to_host` sent is there: before anybody reads it."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
 
     @property
     def states_nbytes(self) -> int:
@@ -65,8 +91,10 @@ class Snapshot:
         return self._map(Tensor.clone)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Snapshot:
+        self.wait()
         return replace(
             self,
+            arrived=None,
             recurrent=tuple((change(state), change(window)) for state, window in self.recurrent),
             latents=tuple(change(x) for x in self.latents),
         )
@@ -105,6 +133,20 @@ def to_host(tensor: Tensor) -> Tensor:
     """A copy in host memory, pinned where that makes the way back faster."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return host.copy_(tensor)
+
+
+@cache
+def _leaving(gpu: torch.device) -> torch.cuda.Stream:
+    """What states leave a GPU on, beside its computing."""
+    return torch.cuda.Stream(gpu)
+
+
+def _send(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    """A copy in pinned memory that is on its way; the memory it leaves is not used again before."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    tensor.record_stream(stream)
+    return host
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
