@@ -29,7 +29,7 @@ from dspark.devices import find_device
 from dspark.errors import UserError
 from dspark.files import read_json
 from dspark.runtime.loading import LoadedTarget, load_target
-from dspark_eval.real_text.answers import Asked, answer, check_asked, read_rows
+from dspark_eval.real_text.answers import Asked, answer, check_asked, is_answered, read_rows
 from dspark_eval.real_text.arms import (
     CHOSEN,
     COMPARED,
@@ -56,7 +56,8 @@ SPEED_PROMPTS, SPEED_TOKENS = 2, 64
 def _answer(options: argparse.Namespace) -> None:
     asked = _asked(options)
     check_asked(options.out, asked)
-    answer(_target(options), options.prompts, options.out, asked, options.answer_batch)
+    if not is_answered(options.out, asked):
+        answer(_target(options), options.prompts, options.out, asked, options.answer_batch)
 
 
 def _asked(options: argparse.Namespace) -> Asked:
@@ -66,8 +67,10 @@ def _asked(options: argparse.Namespace) -> Asked:
 
 
 def _warm(options: argparse.Namespace) -> None:
-    loaded, more = _target(options), _overrides(options.set)
-    warm(loaded, [arm_config(find_arm(name), loaded, more) for name in COMPARED])
+    coming = [name for name in COMPARED if not (options.out / name / TRAINED).is_file()]
+    if coming:
+        loaded, more = _target(options), _overrides(options.set)
+        warm(loaded, [arm_config(find_arm(name), loaded, more) for name in coming])
 
 
 def _train(options: argparse.Namespace) -> None:

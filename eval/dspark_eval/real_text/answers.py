@@ -81,13 +81,18 @@ def answer(loaded: LoadedTarget, prompts: Path, out: Path, asked: Asked, batch: 
         print(f"{kept} prompts written in {time.perf_counter() - started:.1f} s", flush=True)
     chosen = asked.training(out, prompts)
     for part in range(asked.parts):
-        if not report_path(out, part).is_file():
+        if not report_path(out, part).is_file():  # a part that was lost is all that is repeated
             _answer_part(loaded, chosen, out, asked, part, batch)
 
 
 def report_path(out: Path, part: int) -> Path:
     """The record of a part, which is written last: a part without one is not done."""
     return out / f"rows.{part}.json"
+
+
+def is_answered(out: Path, asked: Asked) -> bool:
+    """Whether every part is done."""
+    return all(report_path(out, part).is_file() for part in range(asked.parts))
 
 
 def check_asked(out: Path, asked: Asked) -> None:
@@ -150,7 +155,7 @@ def read_rows(out: Path, prompts: Path) -> tuple[list[TrainingRow], list[Trainin
     """
     first = report_path(out, 0)
     asked = Asked(**read_json(first)["settings"]) if first.is_file() else None
-    if asked is None or not all(report_path(out, part).is_file() for part in range(asked.parts)):
+    if asked is None or not is_answered(out, asked):
         raise UserError(f"{out}: the prompts were not answered yet; run the step answer")
     chosen = asked.training(out, prompts)
     different = {row.messages[0]["content"]: row for row in chosen.training}
