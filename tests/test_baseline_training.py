@@ -15,6 +15,7 @@ from dspark.draft.anchors import blocks
 from dspark.errors import UserError
 from dspark.files import atomic_write_json
 from dspark.runtime.loading import LoadedTarget
+from dspark_eval.baselines import __main__ as command
 from dspark_eval.baselines import training
 from dspark_eval.baselines.__main__ import main
 from dspark_eval.baselines.dflash import DFlash, NoHead, without_head
@@ -203,3 +204,20 @@ def test_what_a_run_has_done_already_is_no_setting(
     assert "--set data.max_prompts: the run's target and rows" in capsys.readouterr().err
     assert main([*words, "--set", "train.lr=1e-3"]) == 2
     assert "no run here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_run_that_repeats_to_the_bit_is_asked_for_as_distill_is(
+    asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[bool] = []
+    monkeypatch.setattr(command, "read_run", lambda run, device: run_data(tmp_path))
+    monkeypatch.setattr(
+        command,
+        "train_baseline",
+        lambda *given, **how: found.append(torch.are_deterministic_algorithms_enabled()),
+    )
+    words = ["train", str(tmp_path), "--kind", "ar", "--out", str(tmp_path / "out")]
+    assert main([*words, "--set", f"train.deterministic={str(asked).lower()}"]) == 0
+    assert found == [asked]
+    assert not torch.are_deterministic_algorithms_enabled()

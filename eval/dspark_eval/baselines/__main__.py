@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dspark.commands.distill import parse_settings
+from dspark.distill.determinism import deterministic
 from dspark.errors import UserError
 from dspark_eval.baselines.folders import KINDS, save_ar, save_dflash, save_eagle
 from dspark_eval.baselines.measure import VALIDATION_SETTINGS, measure
@@ -102,7 +103,8 @@ def _train(options: argparse.Namespace) -> None:
     data = read_run(options.run, options.device)
     changed = data.changed(settings)
     data = RunData(changed, data.loaded, data.rows, data.processes)
-    train_baseline(data, options.kind, options.out, match=not options.any_size)
+    with deterministic(changed.train.deterministic):
+        train_baseline(data, options.kind, options.out, match=not options.any_size)
 
 
 def train_baseline(data: RunData, kind: str, out: Path, *, match: bool) -> dict[str, Any]:
