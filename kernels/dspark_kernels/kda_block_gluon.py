@@ -55,11 +55,13 @@ def begin(start, count, EARLY: gl.constexpr):
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
             pack=1,
         )  # fmt: skip
+    if EARLY > 1:
         gl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
             "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
             "=r,l,r", [start, count * 4], dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+    if EARLY:
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )

@@ -71,15 +71,17 @@ def times_small(twice, shared, total, units: gl.constexpr, warps: gl.constexpr):
 
 
 @gluon.jit
-def seen(state, X, at: gl.constexpr, total, warps: gl.constexpr):
-    """total [V, 8] + state [V, n] times X[:, at : at + n]^T."""
-    units: gl.constexpr = units_of(warps)
+def seen(state, X, at: gl.constexpr, totals, units: gl.constexpr, warps: gl.constexpr):
+    """totals + state [V, n] times X[:, at : at + n]^T: [V, 8] of each pair of parts apart, so that
+    no product waits for another's."""
     high, low = parts(state)
     high, low = left(high, units), left(low, units)
     x_high, x_low = parts(right(X.slice(at, state.shape[1], 1), units, warps))
-    total = mma_v2(high, x_high, total, input_precision="tf32")
-    total = mma_v2(low, x_high, total, input_precision="tf32")
-    return mma_v2(high, x_low, total, input_precision="tf32")
+    return (
+        mma_v2(high, x_high, totals[0], input_precision="tf32"),
+        mma_v2(low, x_high, totals[1], input_precision="tf32"),
+        mma_v2(high, x_low, totals[2], input_precision="tf32"),
+    )
 
 
 @gluon.jit
@@ -158,18 +160,25 @@ def store_state(tile, STEP: gl.constexpr, s, warps: gl.constexpr):
 @gluon.jit
 def seen_by(s, X, warps: gl.constexpr):
     """X S for X [8, K]: [V, 8]."""
+    units: gl.constexpr = units_of(warps)
     N: gl.constexpr = s[0].shape[1]
-    total = gl.zeros([s[0].shape[0], 8], gl.float32, units_of(warps))
-    total = seen(s[1], X, N, seen(s[0], X, 0, total, warps), warps)
-    return seen(s[3], X, 3 * N, seen(s[2], X, 2 * N, total, warps), warps)
+    none = gl.zeros([s[0].shape[0], 8], gl.float32, units)
+    a = seen(s[0], X, 0, (none, none, none), units, warps)
+    a = seen(s[1], X, N, a, units, warps)
+    a = seen(s[2], X, 2 * N, a, units, warps)
+    a = seen(s[3], X, 3 * N, a, units, warps)
+    return a[0] + (a[1] + a[2])
 
 
 @gluon.jit
 def seen_by_both(s, X, Y, warps: gl.constexpr):
     """`seen_by` of two, from one reading of the state's parts."""
+    units: gl.constexpr = units_of(warps)
     N: gl.constexpr = s[0].shape[1]
-    none = gl.zeros([s[0].shape[0], 8], gl.float32, units_of(warps))
-    a, b = seen(s[0], X, 0, none, warps), seen(s[0], Y, 0, none, warps)
-    a, b = seen(s[1], X, N, a, warps), seen(s[1], Y, N, b, warps)
-    a, b = seen(s[2], X, 2 * N, a, warps), seen(s[2], Y, 2 * N, b, warps)
-    return seen(s[3], X, 3 * N, a, warps), seen(s[3], Y, 3 * N, b, warps)
+    none = gl.zeros([s[0].shape[0], 8], gl.float32, units)
+    a, b = (none, none, none), (none, none, none)
+    a, b = seen(s[0], X, 0, a, units, warps), seen(s[0], Y, 0, b, units, warps)
+    a, b = seen(s[1], X, N, a, units, warps), seen(s[1], Y, N, b, units, warps)
+    a, b = seen(s[2], X, 2 * N, a, units, warps), seen(s[2], Y, 2 * N, b, units, warps)
+    a, b = seen(s[3], X, 3 * N, a, units, warps), seen(s[3], Y, 3 * N, b, units, warps)
+    return a[0] + (a[1] + a[2]), b[0] + (b[1] + b[2])

@@ -58,6 +58,7 @@ def time_case(make: Callable[[], Thunk], nbytes: int) -> Timing:
     sets = max(2, min(MOST_SETS, -(-ROTATE // max(1, nbytes))))
     thunks = [make() for _ in range(sets)]
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # inputs are still being made
     with torch.cuda.stream(side):  # kernels compile and tune before anything is captured
         for thunk in thunks[:2]:
             thunk()
