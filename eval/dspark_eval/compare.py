@@ -31,6 +31,7 @@ from dspark.runtime.records import Generation
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.target import Target
 from dspark_eval import metrics
+from dspark_eval.asked import PUBLISHED_SEED
 from dspark_eval.compare_figures import held_against_the_law, summaries
 from dspark_eval.compare_table import markdown
 from dspark_eval.contenders import PLAIN, Contender, chat_of, open_contender
@@ -39,7 +40,6 @@ from dspark_eval.fidelity import fidelity_warnings
 from dspark_eval.long_context import prompts_in_context
 from dspark_eval.protocols import departures, protocol_document
 from dspark_eval.report import progress
-from dspark_eval.settings import PUBLISHED_SEED
 from dspark_eval.speed import Decode, hash_tokens
 from dspark_eval.suites import Suite, load_suites
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 
 from dspark.errors import UserError
@@ -22,19 +21,18 @@ from dspark.runtime.proposal import Drafter
 from dspark.runtime.relaxed import Relaxed
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.target import Target
+from dspark_eval.asked import Asked
 from dspark_eval.speed import Decode
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drafting:
-    """Options of one call.
+class Drafting(Asked):
+    """Options of a call that decodes by rounds.
 
     policy, draft_length   see `PolicyChoice`
     bands, high, low, siblings   thresholds and siblings count with `bands` alone; None: the default
     verification   "token" or "block"
     relaxed        also accept typical tokens: lossy
-    cost_model     file of step times; None: `cost_model.json` beside the drafter, if there is one
-    profile        measure step times first, write them there and use them
     """
 
     draft_length: int | None = None
@@ -45,11 +43,12 @@ class Drafting:
     siblings: int | None = None
     verification: str = "token"
     relaxed: bool = False
-    cost_model: Path | None = None
-    profile: bool = False
 
     def check(self) -> None:
         """Raises UserError naming the option that is wrong."""
+        super().check()
+        if self.draft_length is not None and self.draft_length < 1:
+            raise UserError(f"--draft-length: expected 1 or more; got {self.draft_length}")
         for name in ("high", "low", "siblings"):
             if getattr(self, name) is not None and not self.bands:
                 raise UserError(f"--{name}: a setting of the bands; give --bands with it")

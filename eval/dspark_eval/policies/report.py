@@ -19,6 +19,7 @@ from dspark.runtime.policies import Confidence, Entropy
 from dspark.runtime.policies.fitting import fit_stops
 from dspark.runtime.policies.replay import H_GRID, S_GRID, Blocks, Point, sweep
 from dspark.runtime.sampling import SamplingParams
+from dspark_eval.asked import PUBLISHED_SEED
 from dspark_eval.costs import find_costs
 from dspark_eval.drafting import Drafted
 from dspark_eval.environment import describe_environment
@@ -30,7 +31,7 @@ from dspark_eval.policies.measure import collect_blocks, figures, run_arms
 from dspark_eval.policies.page import page
 from dspark_eval.policies.sets import MIX, prompt_sets
 from dspark_eval.report import progress
-from dspark_eval.settings import PUBLISHED_SEED, EvalOptions
+from dspark_eval.settings import EvalOptions
 from dspark_eval.step_times import timed_by
 from dspark_eval.suites import Suite, load_suites
 
