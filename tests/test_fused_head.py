@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dspark.distill import fused_head
 from dspark.distill.loss import LossSums, distill_loss
-from dspark.distill.terms import TERMS, Objective
+from dspark.distill.terms import TERMS, Grid, Objective, mixture, worths
 from dspark.draft.heads import ConfidenceHead, VanillaMarkovHead
 from tests.tolerance import assert_close, errors
 
@@ -134,3 +134,24 @@ def test_chunks_are_as_few_and_as_even_as_bytes_allow(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
 def test_on_a_gpu_through_the_kernels(objective: Objective) -> None:
     compare(GPU, objective, 12)
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        Objective(),
+        Objective(ce=0.3, kl=0.5, reverse_kl=0.2, nla=0.4, slot_weights="dpace"),
+        Objective(l1=0.1, lk_hybrid=0.7, decay=2.0),
+    ],
+    ids=["default", "dpace", "hybrid"],
+)
+def test_worths_are_the_gradient_of_the_mixture(objective: Objective) -> None:
+    generator = torch.Generator().manual_seed(0)
+    block = torch.arange(3).repeat_interleave(4)
+    grid = Grid(block, torch.arange(4).repeat(3), 3, 4)
+    terms = torch.rand(len(TERMS), 12, generator=generator).double().requires_grad_()
+    [expected] = torch.autograd.grad(mixture(terms, grid, objective, None), terms)
+    found = worths(terms.detach(), grid, objective, None)
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="length"):
+        worths(terms.detach(), grid, Objective(length=0.1), None)

@@ -27,7 +27,7 @@ from torch import Tensor
 from dspark import ops
 from dspark.devices import send
 from dspark.distill.chunks import Chunk, chunks
-from dspark.distill.terms import TERMS, mixture
+from dspark.distill.terms import TERMS, Grid, Objective, mixture, worths
 from dspark.products import add_product
 
 if TYPE_CHECKING:
@@ -126,12 +126,21 @@ def _pulled(
     found = ops.distill_terms(z, target, shared, slots.labels[rows], wanted)
     if not slots.objective.nla:
         found[0][TERMS.index("nla")] = 0
-    worth = found[0].requires_grad_(trained)
-    with torch.set_grad_enabled(trained):
-        mixed = mixture(worth, part.grid(slots.grid), slots.objective, None)
-    terms[:, rows] = worth.detach()
+    terms[:, rows] = found[0]
+    grid = part.grid(slots.grid)
+    mixed = mixture(found[0], grid, slots.objective, None)
     if trained:
-        [coefficients] = torch.autograd.grad(mixed, worth)
-        found = worth.detach(), found[1]
+        coefficients = _worths(found[0], grid, slots.objective)
         z = ops.distill_pull(z, target, shared, slots.labels[rows], wanted, found, coefficients)
-    return z, mixed.detach()
+    return z, mixed
+
+
+def _worths(terms: Tensor, grid: Grid, objective: Objective) -> Tensor:
+    """What each term of each slot is worth, [5, c]."""
+    if not objective.length:
+        return worths(terms, grid, objective, None)
+    leaf = terms.detach().requires_grad_()
+    with torch.enable_grad():
+        mixed = mixture(leaf, grid, objective, None)
+    [coefficients] = torch.autograd.grad(mixed, leaf)
+    return coefficients

@@ -189,8 +189,7 @@ def distill_loss(
     elif chunk is None:  # the target's logits are the wider ones where the vocabulary is reduced
         chunk = chunk_slots(work.to_target_logits(states[:0]).shape[-1], hidden.device)
     total, terms = fused_terms(states, codes, weight, work, chunk)
-    by_term = dict(zip(TERMS, terms, strict=True))
-    acceptance = (1 - by_term["l1"] / 2).clamp(0, 1)
+    acceptance = (1 - terms[TERMS.index("l1")] / 2).clamp(0, 1)
     w = slot_weights(slots, objective.decay, acceptance)[grid.position]
     bce = predicted = torch.zeros_like(acceptance)
     if confidence_head is not None:
@@ -202,30 +201,32 @@ def distill_loss(
         bce = F.binary_cross_entropy_with_logits(logit, acceptance, reduction="none")
         predicted = logit.detach().sigmoid()
         total = total + objective.confidence * (confidence_weights(w, grid, objective) * bce).sum()
-    return _summed(total, by_term, grid, objective, (w, acceptance, bce.detach(), predicted))
+    return _summed(total, terms, grid, objective, (w, acceptance, bce.detach(), predicted))
 
 
 def _summed(
     total: Tensor,
-    terms: dict[str, Tensor],
+    terms: Tensor,
     grid: Grid,
     objective: Objective,
     of_slots: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> LossSums:
-    """Sums of per-slot numbers [n]: weight, acceptance, BCE and predicted confidence."""
+    """Sums of terms [5, n] and of other numbers [n]: weight, acceptance, BCE, confidence."""
     w, acceptance, bce, predicted = of_slots
     survival = grid.table(acceptance).cumprod(-1)
     blocks = survival.new_full((), float(grid.blocks))
-    weight_sums = grid.per_position(w)
+    weighted = w * torch.stack((*terms, bce, torch.ones_like(w)))
+    plain = torch.stack((torch.ones_like(w), acceptance, predicted))
+    *sums, bces, weights, count, accepted, sure = grid.per_position(torch.cat((weighted, plain)))
     return LossSums(
         objective=total,
-        normaliser=blocks if objective.per_block else weight_sums.sum(),
-        **{name: grid.per_position(w * terms[name]) for name in TERMS},
-        bce=grid.per_position(w * bce),
-        weight=weight_sums,
-        count=grid.per_position(torch.ones_like(w)),
-        acceptance=grid.per_position(acceptance),
-        confidence=grid.per_position(predicted),
+        normaliser=blocks if objective.per_block else weights.sum(),
+        **dict(zip(TERMS, sums, strict=True)),
+        bce=bces,
+        weight=weights,
+        count=count,
+        acceptance=accepted,
+        confidence=sure,
         accepted_length=survival.sum() + blocks,
         blocks=blocks,
     )

@@ -187,7 +187,8 @@ def zero_sums(block_size: int, device: torch.device) -> LossSums:
 
 def to_vector(sums: LossSums) -> Tensor:
     """All sums in one float64 vector, to be reduced in one call."""
-    return torch.cat([getattr(sums, f.name).detach().double().reshape(-1) for f in fields(sums)])
+    parts = [getattr(sums, f.name).detach().reshape(-1) for f in fields(sums)]
+    return torch.cat(parts).double()
 
 
 def from_vector(vector: Tensor, block_size: int) -> LossSums:

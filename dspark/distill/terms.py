@@ -21,6 +21,7 @@ Letters: n supervised slots, G slots of a block, m blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -79,13 +80,30 @@ class Grid:
         return flat.view(self.blocks, self.slots)
 
     def per_position(self, values: Tensor) -> Tensor:
-        """Sums of [n] values over blocks, [G]."""
-        return values.new_zeros(self.slots).index_add(0, self.position, values)
+        """Sums of values [..., n] over blocks, [..., G]."""
+        sums = values.new_zeros(*values.shape[:-1], self.slots)
+        return sums.index_add(-1, self.position, values)
 
 
 def slot_weights(block_size: int, decay: float, like: Tensor) -> Tensor:
-    """exp(-k / decay) for k = 0..G-1: largest at the first predicted slot, [G]."""
-    return torch.exp(-torch.arange(block_size, device=like.device, dtype=like.dtype) / decay)
+    """exp(-k / decay) for k = 0..G-1: largest at the first slot, [G]; shared, not to be written."""
+    return _slot_weights(block_size, decay, like.device, like.dtype)
+
+
+@lru_cache(maxsize=16)
+def _slot_weights(
+    block_size: int, decay: float, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.exp(-torch.arange(block_size, device=device, dtype=dtype) / decay)
+
+
+@lru_cache(maxsize=16)
+def _constants(objective: Objective, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Coefficients of the terms, [5, 1]."""
+    named = [getattr(objective, name) for name in TERMS]
+    with torch.inference_mode(False):
+        return torch.tensor(named, dtype=dtype, device=device)[:, None]
 
 
 def block_unit(slots: int, objective: Objective, like: Tensor) -> Tensor:
@@ -123,15 +141,32 @@ def mixture(terms: Tensor, grid: Grid, objective: Objective, known: Tensor | Non
         share = torch.exp(-_HYBRID_RATE * (1 - l1.detach() / 2))
         hybrid = share * kl + (1 - share) * l1 / 2
         per_slot = per_slot + objective.lk_hybrid * hybrid
-    if objective.slot_weights == "dpace":
-        weight = dpace_weights(ce, grid, known)
-    else:
-        weight = slot_weights(grid.slots, objective.decay, ce)[grid.position]
-    total = (weight * per_slot).sum()
+    total = (_weights(ce, grid, objective, known) * per_slot).sum()
     if objective.length:
         unit = block_unit(grid.slots, objective, ce)
         total = total - objective.length * unit * grid.table(1 - l1 / 2).cumprod(-1).sum()
     return total
+
+
+def worths(terms: Tensor, grid: Grid, objective: Objective, known: Tensor | None) -> Tensor:
+    """The gradient of `mixture` in the terms, [5, n], of an objective without `length`."""
+    if objective.length:
+        raise ValueError("the terms of a block depend on each other under `length`")
+    ce, l1 = terms[:2]
+    found = _weights(ce, grid, objective, known) * _constants(objective, ce.device, ce.dtype)
+    if objective.lk_hybrid:
+        weight = objective.lk_hybrid * _weights(ce, grid, objective, known)
+        share = torch.exp(-_HYBRID_RATE * (1 - l1 / 2))
+        found[TERMS.index("kl")] += weight * share
+        found[TERMS.index("l1")] += weight * (1 - share) / 2
+    return found
+
+
+def _weights(ce: Tensor, grid: Grid, objective: Objective, known: Tensor | None) -> Tensor:
+    """What slots weigh, [n], constants."""
+    if objective.slot_weights == "dpace":
+        return dpace_weights(ce, grid, known)
+    return slot_weights(grid.slots, objective.decay, ce)[grid.position]
 
 
 def dpace_weights(ce: Tensor, grid: Grid, known: Tensor | None) -> Tensor:
