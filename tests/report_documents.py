@@ -175,7 +175,8 @@ def _arm(*each: float) -> dict[str, Any]:
 
 ORDERING = {
     "kind": "table1", "schema_version": 2, "target": "nano", "steps": 10, "draft_length": 3,
-    "rows_per_step": 8, "rates": [0.001, 0.002], "rate_steps": 4, "rate_prompts": 5,
+    "rows_per_step": 8, "sizes": "equal", "rates": [0.001, 0.002], "rate_steps": 4,
+    "rate_prompts": 5,
     "rows": {"rows": 40, "supervised_tokens": 2000},
     "arms": [
         {"arm": "dspark", "seeds": [0, 1], "parameters": 1000, "passes": "1", "lr": 0.002,

@@ -70,7 +70,7 @@ def test_the_verdict_counts_prompts_and_seeds(tmp_path: Path) -> None:
     assert arms["dflash"]["verdict"] == "ahead"
     assert document["rate_search"] is None
     text = markdown(document)
-    assert "rows, learning rate 0.001, and within 0.0 %" in text
+    assert "learning rate 0.001, parameters within 0.0 %. Not equal: seconds" in text
     assert "| ahead " in text
 
 
@@ -237,6 +237,14 @@ def test_a_rate_that_ends_in_nan_is_an_answer_and_another_failure_is_not(
         run_table(plan_of(tmp_path / "c", arms=("ar",), rates=RATES), lambda line: None)
 
 
+def test_own_sizes_are_asked_for_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(worth)
+    monkeypatch.setattr(jobs, "call_module", machine)
+    text = markdown(run_table(plan_of(tmp_path, arms=("dflash",), sizes="own"), lambda line: None))
+    assert all("--any-size" in call for call in machine.of("train"))
+    assert "1,200 steps of 8 rows, learning rate 0.001. Not equal: the number of parameters" in text
+
+
 def test_of_rates_worth_the_same_the_lower_is_taken(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, rates=(4e-3, 1e-3, 2e-3))
     for run in rate_runs(plan, "ar"):
@@ -271,6 +279,7 @@ def test_prompts_that_rates_are_chosen_by_are_neither_trained_on_nor_measured() 
         ({"rates": ()}, "--rates : expected learning rates above 0"),
         ({"seeds": RATE_SEED + 1}, "--seeds 1001: expected at most 1000"),
         ({"draft_length": 8}, "--draft-length 8: expected at most 7"),
+        ({"sizes": "paper"}, "--sizes paper: expected one of equal, own"),
         ({"overrides": {"train.seed": 1}}, "--set train.seed: the table decides it"),
         ({"overrides": {"train.lr": 1}}, "--set train.lr: the table decides it; use --rates"),
     ],

@@ -19,7 +19,7 @@ from dspark.distill.determinism import deterministic
 from dspark.errors import UserError
 from dspark_eval.baselines.folders import KINDS, save_ar, save_dflash, save_eagle
 from dspark_eval.baselines.measure import VALIDATION_SETTINGS, measure
-from dspark_eval.baselines.plan import ARMS, RATES, Plan
+from dspark_eval.baselines.plan import ARMS, RATES, SIZES, Plan
 from dspark_eval.baselines.rows import RunData, read_run
 from dspark_eval.baselines.table import run_table
 from dspark_eval.baselines.table_text import markdown
@@ -80,6 +80,10 @@ def _table_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rates", nargs="+", type=float, default=list(RATES),
         help="learning rates each arm is tried with; one: no search",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sizes", default=SIZES[0],
+        help="equal parameters, or own: DFlash with dspark's backbone, the rest as they are",
     )  # fmt: skip
     parser.add_argument("--rate-steps", type=int, default=400, help="steps of a trial")
     parser.add_argument("--rate-prompts", type=int, default=40, help="validation prompts of each")
@@ -174,6 +178,7 @@ def _table(options: argparse.Namespace) -> None:
         rates=tuple(options.rates),
         rate_steps=options.rate_steps,
         rate_prompts=options.rate_prompts,
+        sizes=options.sizes,
         target=options.target,
         device=options.device,
         overrides=parse_settings(options.set),

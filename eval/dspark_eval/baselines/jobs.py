@@ -165,6 +165,7 @@ def _train(plan: Plan, run: Run, devices: Devices) -> None:
         return
     own = {"train.max_steps": run.steps, "train.seed": run.seed, "train.lr": run.rate}
     train = ["dspark_eval.baselines", "train", str(plan.out / FIRST), "--kind", run.arm]
+    train += ["--any-size"] if plan.sizes == "own" else []
     changed = [f"{key}={value}" for key, value in own.items()]
     with devices.one() as gpu:
         log = run.folder.with_name(f"{run.folder.name}.log")

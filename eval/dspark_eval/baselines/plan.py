@@ -1,8 +1,12 @@
 """What the table of ways to draft runs, checked before anything is.
 
 Arms: the run's own drafter (DeepSpec's recipe), DFlash, an EAGLE-3 layer, a small causal LM, each
-trained on the same rows for the same steps and made as wide as brings it to the first arm's number
-of parameters; and prompt lookup. Seeds change initial weights, order and anchors, never the rows.
+trained on the same rows for the same steps; and prompt lookup. Seeds change initial weights, order
+and anchors, never the rows. `SIZES`:
+
+    equal   every arm is made as wide as brings it to the first arm's number of parameters
+    own     as in the paper: DFlash is the first arm's very backbone without the sequential head,
+            EAGLE-3 and the causal LM are as large as they are
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ BASE = DEEPSPEC | ROWS | {"train.anchors": 128}
 other 384 would be padding that is computed."""
 RATES = (6e-4, 1.2e-3, 2.5e-3, 5e-3)
 """Peak learning rates that every arm may choose from: DeepSpec's own and doublings."""
+SIZES = ("equal", "own")
 RATE_SEED = 1000
 """Of the search: none of those measured, so that no seed is chosen for its luck."""
 
@@ -40,6 +45,7 @@ class Plan:
         arms: Of `ARMS`; the first of those is always among them.
         steps, seeds, jobs, prompts, draft_length, target, device: As of a study.
         rates: Learning rates each arm is tried with; one: that is taken.
+        sizes: Of `SIZES`.
         rate_steps, rate_prompts: Steps of a trial, and validation prompts it is measured on.
         overrides: Settings of every trained arm.
     """
@@ -54,6 +60,7 @@ class Plan:
     rates: tuple[float, ...] = RATES
     rate_steps: int = 400
     rate_prompts: int = 40
+    sizes: str = SIZES[0]
     target: str = "nano"
     device: str = "auto"
     overrides: Mapping[str, Any] | None = None
@@ -69,6 +76,8 @@ class Plan:
         for arm in self.arms:
             if arm not in ARMS:
                 raise UserError(f"--arm {arm}: expected one of {', '.join(ARMS)}")
+        if self.sizes not in SIZES:
+            raise UserError(f"--sizes {self.sizes}: expected one of {', '.join(SIZES)}")
         rates = self.rates
         if not rates or min(rates) <= 0 or len(set(rates)) < len(rates):
             given = " ".join(f"{rate:g}" for rate in rates)
@@ -104,6 +113,6 @@ class Plan:
         shared = ("steps", "prompts", "draft_length", "target", "rate_steps", "rate_prompts")
         settings = self.settings(0, self.rates[0], self.steps)
         own = {key: value for key, value in settings.items() if key not in OWNED_HERE}
-        document = {name: getattr(self, name) for name in shared}
+        document = {name: getattr(self, name) for name in (*shared, "sizes")}
         document["rows_per_step"] = load_config(None, settings).train.rows_per_step
         return {**document, "rates": list(self.rates), "settings": own}

@@ -39,20 +39,26 @@ def equal(document: Mapping[str, Any]) -> str:
     learned = "the same rows"
     if rows is not None:
         learned = f"the same {rows['rows']:,} rows ({rows['supervised_tokens']:,} tokens to learn)"
-    sizes = [entry["parameters"] for entry in document["arms"] if entry["arm"] != LOOKUP]
-    apart = max(abs(size / sizes[0] - 1) for size in sizes)
-    rate = f"learning rate {document['rates'][0]:g}, "
-    own = "Not equal: "
+    rate = f"learning rate {document['rates'][0]:g}"
+    unlike = ["seconds, of runs that shared a machine"]
     if document["rate_search"] is not None:
-        rate, own = "", own + "the learning rate, each arm's best of those tried, and "
+        rate, unlike = "", ["the learning rate, each arm's best of those tried", *unlike]
+    size = f"parameters within {100 * _apart(document):.1f} %"
+    if document["sizes"] == "own":
+        size, unlike = "", ["the number of parameters", *unlike]
+    steps = f"{counted(document['steps'], 'step', ',')} of {document['rows_per_step']} rows"
+    alike = ", ".join(part for part in (learned, "their order", steps, rate, size) if part)
     return (
         f"Target {document['target']}, draft length {document['draft_length']}; accepted length "
-        f"with bonus. Equal for every trained arm: {learned}, their order, "
-        f"{counted(document['steps'], 'step')} of {document['rows_per_step']} rows, "
-        f"{rate}and within {100 * apart:.1f} % the number of parameters. {own}seconds, of runs "
-        "that shared a machine. 95 % over prompts and seeds; ahead: the whole interval lies above "
-        "1."
+        f"with bonus. Equal for every trained arm: {alike}. Not equal: {'; '.join(unlike)}. "
+        "95 % over prompts and seeds; ahead: the whole interval lies above 1."
     )
+
+
+def _apart(document: Mapping[str, Any]) -> float:
+    """How far the size of an arm is from the first's, at most."""
+    sizes = [entry["parameters"] for entry in document["arms"] if entry["arm"] != LOOKUP]
+    return max(abs(size / sizes[0] - 1) for size in sizes)
 
 
 def title(setting: Mapping[str, Any]) -> str:
