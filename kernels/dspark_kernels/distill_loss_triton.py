@@ -41,10 +41,11 @@ def terms(
     count, vocabulary = z.shape
     values = torch.empty(TERMS, count, dtype=torch.float32, device=z.device)
     norms = torch.empty(NORMS, count, dtype=torch.float32, device=z.device)
+    tile = _tile(vocabulary, TILE)
     if count:
         _terms[(count,)](
             z, target, rows, labels, values, norms, z.stride(0), target.stride(0), count,
-            V=vocabulary, DIVERGENCES=divergences, TILE=_tile(vocabulary, TILE), num_warps=WARPS,
+            V=vocabulary, DIVERGENCES=divergences, TILE=tile, num_warps=_warps(tile),
         )  # fmt: skip
     return values, norms
 
@@ -73,6 +74,11 @@ def pull(
 
 def _tile(vocabulary: int, most: int) -> int:
     return max(8, min(most, triton.next_power_of_2(vocabulary)))
+
+
+def _warps(tile: int) -> int:
+    """No more threads than lanes: two that do the same sums would both write them down."""
+    return max(1, min(WARPS, tile // (8 * 32)))
 
 
 @triton.jit

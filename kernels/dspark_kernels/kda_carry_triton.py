@@ -32,8 +32,10 @@ def chunks_of(sequence, bounds, table, T, per_row, C: tl.constexpr, PACKED: tl.c
         first = tl.load(table + sequence)
         start = tl.load(bounds + sequence)
         rows = tl.load(bounds + sequence + 1) - start
-        return first, tl.load(table + sequence + 1) - first, sequence * 0, start, rows
-    return sequence * per_row, per_row, sequence, sequence * 0, T
+        count, batch = tl.load(table + sequence + 1) - first, sequence * 0
+    else:  # no second return: one type each, whichever way the kernel was compiled
+        first, start, count, batch, rows = sequence * per_row, sequence * 0, per_row, sequence, T
+    return first, count, batch, start, rows
 
 
 @triton.jit
