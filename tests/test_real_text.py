@@ -30,7 +30,7 @@ from dspark.taps import TapSet
 from dspark_eval.real_text import schedule, wide
 from dspark_eval.real_text.__main__ import main
 from dspark_eval.real_text.answers import Asked, check_asked
-from dspark_eval.real_text.arms import COMPARED
+from dspark_eval.real_text.arms import REFERENCE, TRIED
 from dspark_eval.real_text.chosen import choose, real_name
 from dspark_eval.real_text.prompts import Unseen, refuse_seen, training_prompts
 from dspark_eval.real_text.reuse import is_there
@@ -227,13 +227,13 @@ def test_jobs_wait_for_what_they_need_and_are_skipped_where_it_failed(
 
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_those_that_are_compared_train_beside_each_other_and_nothing_else(gpus: int) -> None:
-    every = {job.name: job for lane in jobs(gpus, 200.0) for job in lane}
+    every = {job.name: job for lane in jobs(gpus, 200.0, TRIED) for job in lane}
 
     def comes_after(name: str, other: str) -> bool:
         before = {*every[name].needs, *every[name].after}
         return any(each == other or comes_after(each, other) for each in before)
 
-    compared = {f"train-{arm}" for arm in COMPARED}
+    compared = {f"train-{arm}" for arm in (REFERENCE, *TRIED)}
     assert len({every[name].gpu for name in compared}) == 1
     for arm in compared:
         for name in every:
@@ -255,6 +255,16 @@ def test_a_job_waits_for_others_that_may_fail(
     study = Study(tmp_path, [], 50.0, lambda line: None)
     lanes = [[Job("last", 0, ("x",), after=("bad",))], [Job("bad", 0, ("bad", "bad"))]]
     assert study.run(lanes) == {"bad": False, "last": True}
+
+
+def test_a_job_that_is_left_out_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(schedule, "call_module", lambda words, log, gpu: ran.append(words[1]))
+    study = Study(tmp_path, [], 50.0, lambda line: None, without=["a"])
+    assert study.run([[Job("a", 0, ("x",)), Job("b", 0, ("y",))]]) == {"a": False, "b": True}
+    assert ran == ["y"]
 
 
 def test_a_training_of_flexible_length_keeps_the_one_it_had(tmp_path: Path) -> None:

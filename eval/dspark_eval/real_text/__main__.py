@@ -31,11 +31,12 @@ from dspark.files import read_json
 from dspark.runtime.loading import LoadedTarget, load_target
 from dspark_eval.real_text.answers import Asked, answer, check_asked, is_answered, read_rows
 from dspark_eval.real_text.arms import (
+    CANDIDATES,
     CHOSEN,
-    COMPARED,
     FROM_TARGET,
     LIKE_CHOSEN,
     REFERENCE,
+    TRIED,
     arm_config,
     find_arm,
     like,
@@ -67,7 +68,8 @@ def _asked(options: argparse.Namespace) -> Asked:
 
 
 def _warm(options: argparse.Namespace) -> None:
-    coming = [name for name in COMPARED if not (options.out / name / TRAINED).is_file()]
+    arms = options.beside or (REFERENCE, *TRIED)
+    coming = [name for name in arms if not (options.out / name / TRAINED).is_file()]
     if coming:
         loaded, more = _target(options), _overrides(options.set)
         warm(loaded, [arm_config(find_arm(name), loaded, more) for name in coming])
@@ -159,10 +161,11 @@ def _all(options: argparse.Namespace) -> None:
     for key in ("answer_tokens", "samples", "generated", "written", "parts"):
         common += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
     training = [part for pair in options.set for part in ("--set", pair)]
-    study = Study(options.out, common, options.budget, say, training, options.pass_on.split())
-    ended = study.run(jobs(max(1, len(visible_gpus())), options.seconds))
+    last = options.pass_on.split()
+    study = Study(options.out, common, options.budget, say, training, last, options.without)
+    ended = study.run(jobs(max(1, len(visible_gpus())), options.seconds, options.candidates))
     _table(options)
-    missing = [name for name, done in ended.items() if not done]
+    missing = [name for name, done in ended.items() if not done and name not in options.without]
     if missing:
         raise UserError(
             f"{len(missing)} of {len(ended)} jobs are not done ({', '.join(missing)}); their lines "
@@ -211,7 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--arm", default=CHOSEN, help="a drafter; chosen: our best candidate")
     parser.add_argument("--seconds", type=float, default=200.0, help="of training")
-    parser.add_argument("--beside", nargs="+", default=[], help="train: arms to start with")
+    parser.add_argument("--beside", nargs="+", default=[], help="train, warm: arms together")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--samples", type=int, default=5, help="answers to each public prompt")
     parser.add_argument("--generated", type=int, default=500, help="problems of the generator")
@@ -224,6 +227,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=256, help="prompts measured side by side")
     parser.add_argument("--per-set", type=int, help="prompts of each set; all if left out")
     parser.add_argument("--budget", type=float, default=960.0, help="all: seconds in all")
+    parser.add_argument(
+        "--candidates", nargs="+", default=TRIED, choices=CANDIDATES, help="all: recipes of ours"
+    )
+    parser.add_argument("--without", nargs="+", default=[], help="all: jobs to leave out")
     parser.add_argument("--pass-on", default="", help="all: further options of every step")
     options = parser.parse_args(arguments)
     try:

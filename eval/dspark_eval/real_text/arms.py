@@ -15,10 +15,10 @@ from dspark_eval.equal_size import count_parameters, matched_width
 from dspark_eval.study.arms import DEEPSPEC, Arm
 
 REFERENCE = "deepspec"
-CANDIDATES = ("wide", "wide-fast", "deep")
+CANDIDATES = ("wide", "wide-fast", "deep", "early", "late")
 """Recipes of ours; which is the best is decided on prompts kept aside, and measured on others."""
-COMPARED = (REFERENCE, *CANDIDATES)
-"""Arms that train side by side, for the same seconds."""
+TRIED = ("wide-fast", "early", "late")
+"""Those that train beside the reference unless others are named."""
 CHOSEN = "chosen"
 """Stands for the best of the candidates."""
 SIZES = ("middle", "small")
@@ -60,6 +60,11 @@ DEEP = {"drafter.num_layers": 10, "drafter.markov_rank": 72}
 """Twice the layers in the parameters of a large table; each has the shape of the target's."""
 FAST = {"train.muon_lr": 4e-3}
 """A higher rate of the layers; tables and heads keep theirs."""
+EARLY = {"train.muon_lr": 2.5e-3, "train.decay": 2.0}
+"""Slots by what they add to the accepted length where every other proposal is refused: slot k adds
+the product of the acceptances up to it, which falls by about half a slot."""
+LATE = {"drafter.tap_ids": [8, 15, 21, 25, 28]}
+"""Taps nearer to the target's end."""
 SMALLER: dict[str, dict[str, Any]] = {
     "middle": {"drafter.num_layers": 3, "drafter.markov_rank": 64},
     "small": {"drafter.num_layers": 1, "drafter.markov_rank": 32},
@@ -72,11 +77,13 @@ ARMS: dict[str, Arm] = {
         Arm("wide", OURS | WIDE, "Muon, KL for CE, recurrent head, wider layers"),
         Arm("wide-fast", OURS | WIDE | FAST, "the same, the layers at 2.7 times the rate"),
         Arm("deep", OURS | DEEP, "the same as wide, ten layers that start as the target's"),
+        Arm("early", OURS | WIDE | EARLY, "wide, its first slots weighing more"),
+        Arm("late", OURS | WIDE | EARLY | LATE, "early, with taps nearer to the target's end"),
         Arm("long", {}, "the chosen recipe, longer"),
         *(Arm(name, shape, f"the chosen recipe, {name} size") for name, shape in SMALLER.items()),
     )
 }
-MATCHED = ("wide", "wide-fast")
+MATCHED = ("wide", "wide-fast", "early", "late")
 """Arms whose MLP is as wide as it takes to have the reference's parameters."""
 FROM_TARGET = ("deep",)
 """Arms that start from layers of the target."""

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from dspark.errors import UserError
 from dspark.files import read_json
-from dspark_eval.real_text.arms import CANDIDATES, CHOSEN, COMPARED, REFERENCE, SIZES
+from dspark_eval.real_text.arms import CHOSEN, REFERENCE, SIZES
 from dspark_eval.real_text.measuring import TEMPERATURES
 from dspark_eval.real_text.training import TRAINED
 from dspark_eval.study.processes import call_module
@@ -56,12 +56,13 @@ class Job:
     flexible: bool = False
 
 
-def jobs(gpus: int, seconds: float) -> list[list[Job]]:
+def jobs(gpus: int, seconds: float, candidates: Sequence[str]) -> list[list[Job]]:
     """Lanes of jobs: those of a lane run one after the other, lanes side by side."""
+    arms = (REFERENCE, *candidates)
     last = gpus - 1
     ready = ("answer", "warm")
-    together = ("--beside", *COMPARED)
-    compared = tuple(f"train-{arm}" for arm in COMPARED)
+    together = ("--beside", *arms)
+    compared = tuple(f"train-{arm}" for arm in arms)
     first = [
         job for arm in (REFERENCE, CHOSEN) for job in _measured(arm, 0, compared[:1], compared)
     ]
@@ -74,12 +75,12 @@ def jobs(gpus: int, seconds: float) -> list[list[Job]]:
     ]
     alone = tuple(job.name for job in later)
     rest = [
-        job for arm in CANDIDATES for job in _measured(arm, 0, (f"train-{arm}",), (*alone, "speed"))
+        job for arm in candidates for job in _measured(arm, 0, (f"train-{arm}",), (*alone, "speed"))
     ]
     return [
         [Job("answer", 0, ("answer", "--dtype", "bfloat16"))],
-        [Job("warm", 0, ("warm", "--dtype", "bfloat16"))],
-        *([_train(arm, 0, seconds, ready[:1], ready, together)] for arm in COMPARED),
+        [Job("warm", 0, ("warm", "--dtype", "bfloat16", *together))],
+        *([_train(arm, 0, seconds, ready[:1], ready, together)] for arm in arms),
         *([job] for job in first),
         [_long(last, compared[:1], compared)],
         *([_train(arm, at % gpus, seconds, compared[:1], told)] for at, arm in enumerate(SIZES)),
@@ -131,6 +132,7 @@ class Study:
         budget: Seconds in all.
         training: Arguments of steps that train.
         last: Arguments of every step that come last, and so decide.
+        without: Names of jobs that are left out.
     """
 
     out: Path
@@ -139,6 +141,7 @@ class Study:
     say: Say
     training: Sequence[str] = ()
     last: Sequence[str] = ()
+    without: Sequence[str] = ()
     _ended: dict[str, bool] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _started: float = field(default_factory=time.monotonic)
@@ -166,6 +169,9 @@ class Study:
                 self._end(job, done)
 
     def _ready(self, job: Job) -> bool:
+        if job.name in self.without:
+            self.say(f"{job.name}: left out")
+            return False
         with self._changed:
             awaited = {*job.needs, *job.after}
             self._changed.wait_for(lambda: all(name in self._ended for name in awaited))
