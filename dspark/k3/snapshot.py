@@ -48,22 +48,20 @@ class Snapshot:
     def states_to_host(self) -> Snapshot:
         """With states and windows in host memory; latents, which attention reads, stay.
 
-        Returns at once where a GPU sends them.
+        From a GPU they go as one piece of each kind, since a copy costs the host what it costs
+        whatever its size, and this returns at once.
         """
-        flat = [x for pair in self.recurrent for x in pair]
-        gpu = next((x.device for x in flat if x.is_cuda), None)
-        if gpu is None:
-            return self._with_states([to_host(x) for x in flat], None)
+        states, windows = zip(*self.recurrent, strict=True) if self.recurrent else ((), ())
+        if not any(x.is_cuda for x in (*states, *windows)):
+            pairs = tuple((to_host(state), to_host(window)) for state, window in self.recurrent)
+            return replace(self, recurrent=pairs)
+        gpu = states[0].device
         leaving = _leaving(gpu)
         leaving.wait_stream(torch.cuda.current_stream(gpu))
         with torch.cuda.stream(leaving):
-            sent = [_send(x, leaving) for x in flat]
+            sent = [_send(x, leaving) for x in (states, windows)]
             arrived = leaving.record_event()
-        return self._with_states(sent, arrived)
-
-    def _with_states(self, flat: list[Tensor], arrived: torch.cuda.Event | None) -> Snapshot:
-        pairs = tuple(zip(flat[::2], flat[1::2], strict=True))
-        return replace(self, recurrent=pairs, arrived=arrived)
+        return replace(self, recurrent=tuple(zip(*sent, strict=True)), arrived=arrived)
 
     def wait(self) -> None:
         """Until what `states_to_host` sent is there: before anybody reads it."""
@@ -141,12 +139,15 @@ def _leaving(gpu: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(gpu)
 
 
-def _send(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
-    """A copy in pinned memory that is on its way; the memory it leaves is not used again before."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    tensor.record_stream(stream)
-    return host
+def _send(tensors: Sequence[Tensor], stream: torch.cuda.Stream) -> tuple[Tensor, ...]:
+    """Copies of tensors of one shape in pinned memory, on their way; the memory they leave is not
+    used again before."""
+    piece = torch.stack(list(tensors))
+    host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True)
+    host.copy_(piece, non_blocking=True)
+    for tensor in tensors:
+        tensor.record_stream(stream)
+    return host.unbind(0)
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:
