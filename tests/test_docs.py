@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -51,10 +53,32 @@ def _listed(entry: object) -> list[str]:
     return [page for value in values for page in _listed(value)]
 
 
-def test_the_site_lists_every_page(repo: Path) -> None:
+@pytest.fixture
+def site(repo: Path) -> ModuleType:
+    """The hooks that MkDocs runs."""
+    spec = importlib.util.spec_from_file_location("site_hooks", repo / "docs" / "site_hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_site_lists_every_page(repo: Path, site: ModuleType) -> None:
     nav = _listed(yaml.safe_load((repo / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
     there = {str(page.relative_to(repo / "docs")) for page in repo.glob("docs/**/*.md")}
-    assert sorted(nav) == sorted(there)
+    there |= {page for page in site.sources().values() if not page.startswith("kernels/")}
+    assert sorted(nav) == sorted({*there, "kernels/index.md"})
+
+
+def test_pages_beside_the_code_keep_their_links(site: ModuleType) -> None:
+    pages = {"eval/README.md": "measuring.md", "kernels/docs/a.md": "kernels/a.md"}
+    text = "[p](../../docs/policies.md#x) [m](../../eval/README.md) [c](../a.py) [s](#s) ![](i.png)"
+    there = "[p](../policies.md#x) [m](../measuring.md) c [s](#s) ![](i.png)"
+    assert site.moved(text, "kernels/docs/a.md", pages) == there
+    text = "[a](../../kernels/docs/a.md) [b](../concepts.md#b)"
+    there = "[a](../kernels/a.md) [b](../concepts.md#b)"
+    assert site.moved(text, "docs/guides/k3.md", pages) == there
 
 
 @pytest.mark.parametrize("word", [r"(?<![\w.])/(home|root|tmp|work)/", "TODO", "FIXME"])
