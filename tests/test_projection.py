@@ -142,8 +142,13 @@ def test_measured_layers_make_every_pass_wait(
     assert machine.pass_s(0.0, 2) == pytest.approx(one + (eight - one) / 7)
     assert main(["--conditional", "0.9", "--layers", str(path), "--gpus", "8"]) == 0
     told = capsys.readouterr().out
-    plain_ms = 138.1e9 / 8 / 4.2e12 * 1e3 + 1e3 * one
-    assert f"{plain_ms:.2f} ms" in told
+    plain_ms = 138.1e9 / 8 / 4.2e12 * 1e3
+    shared, same = told.split("It is the same on every GPU:")
+    assert f"{plain_ms + 1e3 * one / 8:.2f} ms" in shared
+    assert f"{plain_ms + 1e3 * one:.2f} ms" in same
+    assert shared.count("not a measurement") == 1
+    assert main(["--conditional", "0.9", "--layers", str(path), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 2
     assert told.rstrip().endswith("A projection from bytes and measured layers, not a measurement.")
 
 

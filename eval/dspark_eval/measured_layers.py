@@ -2,9 +2,9 @@
 
     wait(n) = sum over layers of  max(0, time(n) - bytes(n) / rate)        rate of the same card
 
-`dspark_eval.k3_layers` measured the times on one GPU. That a layer waits as long where several GPUs
-share its bytes is an assumption: every GPU makes all of its launches. What GPUs tell each other is
-in none of it, nor is the head.
+`dspark_eval.k3_layers` measured the times on one GPU. Where several share a layer's bytes they may
+share this too (a kernel that reads slower than a copy does) or not (launches, sums that meet): a
+projection says both. What GPUs tell each other is in neither, nor is the head.
 
 Letters: n rows.
 """

@@ -19,6 +19,7 @@ Letters: n rows, g draft length, tau accepted length.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -229,27 +230,45 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--conditional", type=float, nargs="+", required=True, metavar="C")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
+    machines = _machines(given)
+    found = {
+        name: project(
+            K3, K3_DRAFTER, machine, given.conditional,
+            context=given.context, agreement=given.agreement,
+        )
+        for name, machine in machines.items()
+    }  # fmt: skip
+    if given.json:
+        said = {name: asdict(projection) for name, projection in found.items()}
+        print(json.dumps(said if given.layers else said[""], indent=1))
+        return
+    for name, projection in found.items():
+        print(f"{name}\n\n" if name else "", end="")
+        print(table(projection, machines[name]))
+        print("\n" if len(found) > 1 and name == next(iter(found)) else "", end="")
+
+
+def _machines(given: argparse.Namespace) -> dict[str, Machine]:
+    """By what is assumed of measured layers; without any, one machine without a name."""
+    share = K3_DRAFTER.num_layers / K3.num_hidden_layers
     layers = None if given.layers is None else load_layers(given.layers, K3)
     rate = 4.2e12 if layers is None else layers.rate
-    machine = Machine(
-        given.gpus,
-        rate if given.rate is None else 1e12 * given.rate,
-        given.share,
-        draft_gpus=given.gpus,
-        row_waits=() if layers is None else tuple(sorted(layers.wait_s.items())),
-    )
-    if layers is not None:  # a draft step waits as its layers would in the target
-        share = K3_DRAFTER.num_layers / K3.num_hidden_layers
-        machine = replace(machine, draft_wait_s=share * interpolate(layers.wait_s, 8))
+    rate = rate if given.rate is None else 1e12 * given.rate
+    machine = Machine(given.gpus, rate, given.share, draft_gpus=given.gpus)
     if given.plain_ms is not None:
         plain = rows_bytes(K3, 1, given.context, torch.bfloat16, 0.0)
-        share = K3_DRAFTER.num_layers / K3.num_hidden_layers
-        machine = fit_wait(machine, plain, given.plain_ms / 1e3, share)
-    found = project(
-        K3, K3_DRAFTER, machine, given.conditional,
-        context=given.context, agreement=given.agreement,
-    )  # fmt: skip
-    print(json.dumps(asdict(found), indent=1) if given.json else table(found, machine))
+        return {"": fit_wait(machine, plain, given.plain_ms / 1e3, share)}
+    if layers is None:
+        return {"": machine}
+    found = {}
+    for name, parts in (
+        ("What a layer takes beside its bytes is shared by the GPUs like them:", given.gpus),
+        ("It is the same on every GPU:", 1),
+    ):
+        waits = {rows: seconds / parts for rows, seconds in layers.wait_s.items()}
+        draft_s = share * interpolate(waits, 1)  # its layers read one MLP whatever the rows
+        found[name] = replace(machine, row_waits=tuple(sorted(waits.items())), draft_wait_s=draft_s)
+    return found
 
 
 if __name__ == "__main__":
