@@ -118,10 +118,10 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return (
-            *(gradient * scale.to(gradient.dtype) for gradient in ctx.saved_tensors),
-            *[None] * 3,
-        )
+        # Of a list, since a product with one number on the device alone is not vectorised.
+        kept = ctx.saved_tensors
+        scaled = [torch._foreach_mul([g], scale.to(g.dtype))[0] for g in kept]
+        return *scaled, *[None] * 3
 
 
 def _wide_terms(
