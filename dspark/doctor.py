@@ -11,7 +11,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,28 +80,48 @@ def examine() -> Report:
 
 
 def render(report: Report) -> None:
-    """Print a report for people."""
+    """Print a report for people: a table on a terminal, elsewhere a line for each row."""
     console = Console(highlight=False)
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
-    for name, version in report.versions.items():
-        table.add_row(name, version or "not installed")
-    for device in report.devices:
-        table.add_row("device", escape(device))
-    table.add_row("threads", ", ".join(f"{k} {_shown(v)}" for k, v in report.threads.items()))
-    for op, backend in report.backends.items():
-        why = f"; no Triton: {backend['triton']}" if backend["triton"] else ""
-        table.add_row(op, escape(f"{backend['runs']}{why}"))
-    if report.assets["ok"]:
-        files, size = report.assets["files"], report.assets["bytes"] / 1e6
-        table.add_row("shipped files", f"{files} intact, {size:.1f} MB")
-    table.add_row("script", escape(_shown(report.script["path"])))
-    console.print(table)
+    rows = list(_rows(report))
+    if console.is_terminal:
+        table = Table(show_header=False, box=None, pad_edge=False)
+        table.add_column(style="bold")
+        table.add_column()
+        for name, text in rows:
+            table.add_row(name, escape(text))
+        console.print(table)
+    else:
+        wide = max(len(name) for name, _ in rows)
+        for name, text in rows:
+            console.print(f"{name:<{wide}}  {escape(text)}", soft_wrap=True)
     for text in report.problems:
         console.print(f"[red]problem:[/] {escape(text)}", soft_wrap=True)
     for text in report.warnings:
         console.print(f"[yellow]warning:[/] {escape(text)}", soft_wrap=True)
+
+
+def _rows(report: Report) -> Iterator[tuple[str, str]]:
+    """Name and text of each line."""
+    for name, version in report.versions.items():
+        yield name, version or "not installed"
+    for device in report.devices:
+        yield "device", device
+    yield "threads", ", ".join(f"{k} {_shown(v)}" for k, v in report.threads.items())
+    for runs, names in _by_backend(report.backends).items():
+        yield "kernels", f"{runs}: {', '.join(names)}"
+    if report.assets["ok"]:
+        files, size = report.assets["files"], report.assets["bytes"] / 1e6
+        yield "shipped files", f"{files} intact, {size:.1f} MB"
+    yield "script", _shown(report.script["path"])
+
+
+def _by_backend(backends: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
+    """What runs and why nothing faster does, to the ops it is so for."""
+    found: dict[str, list[str]] = {}
+    for op, backend in backends.items():
+        why = f" (no Triton: {backend['triton']})" if backend["triton"] else ""
+        found.setdefault(f"{backend['runs']}{why}", []).append(op)
+    return found
 
 
 def _version(name: str) -> str | None:

@@ -80,3 +80,13 @@ def test_spinning_threads_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None
     assert "999 threads" in text
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert "OMP" not in " ".join(doctor.examine().warnings)
+
+
+def test_ops_that_run_alike_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    report = doctor.examine()
+    doctor.render(report)
+    shown = capsys.readouterr().out.splitlines()
+    alike = {tuple(backend.values()) for backend in report.backends.values()}
+    lines = [line for line in shown if line.startswith("kernels ")]
+    assert len(lines) == len(alike)
+    assert all(any(op in line for line in lines) for op in report.backends)
