@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dspark.devices import check_device_name, find_device
+from dspark import devices
+from dspark.devices import check_device_name, find_device, send_all
 from dspark.distill.processes import Processes
 from dspark.errors import UserError
 
@@ -57,3 +58,25 @@ def test_more_processes_than_gpus_is_said_before_any_group_forms(
     for device in ("auto", "cuda"):
         with pytest.raises(UserError, match=r"^process 3 of this machine: cuda:3: no such GPU"):
             Processes.start(device)
+
+
+def test_small_tensors_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    journeys: list[torch.Tensor] = []
+
+    def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        assert device.type == "cuda"
+        journeys.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(devices, "send", send)
+    given = [
+        torch.arange(6).view(2, 3), torch.tensor([True, False]), torch.zeros(0, dtype=torch.int64),
+        torch.arange(20), torch.tensor([[False]]),
+    ]  # fmt: skip
+    found = send_all(given, torch.device("cuda"))
+    assert len(journeys) == 2
+    for mine, wanted in zip(found, given, strict=True):
+        assert mine.shape == wanted.shape
+        assert torch.equal(mine, wanted)
+        assert mine.storage_offset() % 16 == 0
+    assert all(a is b for a, b in zip(send_all(given, torch.device("cpu")), given, strict=True))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspark.devices import send
+from dspark.devices import send, send_all
 from dspark.distill.chat import TrainingRow
 from dspark.draft.anchors import Anchors, sample_anchors
 
@@ -106,12 +106,14 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """The same batch on `device`."""
         positions, drawn = self.anchors.positions, self.anchors.valid
+        own = [self.ids, self.valid, self.loss_mask, positions, drawn]
+        ids, valid, loss_mask, positions, drawn = send_all(own, device)
         return Batch(
             self.row_ids,
-            send(self.ids, device),
-            send(self.valid, device),
-            send(self.loss_mask, device),
-            Anchors(send(positions, device), send(drawn, device)),
+            ids,
+            valid,
+            loss_mask,
+            Anchors(positions, drawn),
             None if self.noise is None else send(self.noise, device),
         )
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dspark import ops
-from dspark.devices import send
+from dspark.devices import send_all
 from dspark.distill.chunks import Chunk, chunks
 from dspark.distill.terms import TERMS, Grid, Objective, mixture, worths
 from dspark.products import add_product
@@ -60,11 +60,9 @@ class Imitated:
 
 def imitate(rows: Tensor, counts: Sequence[int], size: int, device: torch.device) -> Imitated:
     """Of the supervised slots of blocks, `counts` in each, that imitate states `rows` [n]."""
-    found = []
-    for part in chunks(counts, size):
-        which, shared = torch.unique(rows[part.rows], return_inverse=True)
-        found.append((send(which, device), send(shared, device)))
-    return Imitated(size, found)
+    found = [torch.unique(rows[part.rows], return_inverse=True) for part in chunks(counts, size)]
+    sent = send_all([each for pair in found for each in pair], device)
+    return Imitated(size, list(zip(sent[::2], sent[1::2], strict=True)))
 
 
 def even_chunk(count: int, vocabulary: int, slots: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.devices import send
+from dspark.devices import send_all
 from dspark.distill import fused_head
 from dspark.distill.batches import Batch
 from dspark.distill.fused import DraftVocabulary
@@ -109,7 +109,7 @@ def prepare(
         given = batch = replace(batch, anchors=hard)
     block = blocks(given.ids, given.loss_mask, given.anchors, config.block_size)
     rows = _flat_rows(block.rows, given.ids.shape[1])
-    prev, labels = send(block.prev, device), send(block.labels, device)
+    prev, labels = send_all([block.prev, block.labels], device)
     found = Places.of(block.supervised)
     head, imitated = through_head(target, drafter, settings), None
     if head is not None:

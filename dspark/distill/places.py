@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dspark.devices import send
+from dspark.devices import send_all
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +51,10 @@ class Places:
 
     def to(self, device: torch.device) -> Places:
         """The same on a device."""
-        used = None if self.used is None else send(self.used, device)
-        on, block, position = (send(x, device) for x in (self.on, self.block, self.position))
-        return Places(used, on, block, position, self.whole)
+        every = self.used is None
+        own = [self.on, self.block, self.position, *([] if self.used is None else [self.used])]
+        on, block, position, *used = send_all(own, device)
+        return Places(None if every else used[0], on, block, position, self.whole)
 
     def in_use(self, values: Tensor, trailing: int = 1) -> Tensor:
         """[..., G, *] with `trailing` dimensions from G on -> [m, G, *]."""

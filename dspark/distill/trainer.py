@@ -126,8 +126,9 @@ class Trainer:
         gradients.reduce(self.processes)
         gradients.measure()
         lr = learning_rate(step, self.schedule.total_steps, self.settings)
+        self._ahead.mark()
+        self._begin(step + 1)  # while the device is still busy with this step's gradients
         landed = self._reduce(sums, tokens, fault is not None, lr)
-        self._begin(step + 1)
         sums, finite, (tokens, faults, stops) = self._read(landed())
         if faults or not finite:
             self._stop(step, self.processes.texts(fault or self._fault(parts)))
@@ -231,7 +232,6 @@ class Trainer:
         vector = torch.cat([to_vector(sums), send(flags, self.processes.device)])
         values = self.processes.sum(vector)
         landed = fetch(values)
-        self._ahead.mark()
         if lr is not None and isinstance(self.optimiser, Optimiser):
             weight = from_vector(values[:-3], self.drafter.config.block_size).normaliser
             finite = torch.isfinite(values).all() & (values[-2] == 0)
