@@ -79,4 +79,5 @@ def test_small_tensors_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
         assert mine.shape == wanted.shape
         assert torch.equal(mine, wanted)
         assert mine.storage_offset() % 16 == 0
+    monkeypatch.undo()
     assert all(a is b for a, b in zip(send_all(given, torch.device("cpu")), given, strict=True))
