@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 
 from dspark.console import Parser, module_command
@@ -26,10 +27,11 @@ from dspark.distill.pruned_folder import PRUNED, REPORT
 from dspark.draft.checkpoint import read_config
 from dspark.draft.speedup import best
 from dspark.errors import UserError
-from dspark.files import atomic_write_json
+from dspark.files import atomic_write_json, read_json
 from dspark.inspection import inspect_drafter
 from dspark.inspection_inputs import read_cost_table
 from dspark.wording import counted
+from dspark_eval.environment import describe_environment
 from dspark_eval.plots import BLUE, DPI, GREY, RED
 
 SHARES = (100, 80, 65, 50, 40, 30)
@@ -73,16 +75,27 @@ def run_curve(options: CurveOptions) -> dict[str, Any]:
     points = [_point(options, share, times) for share in sorted(options.shares, reverse=True)]
     document = {
         "schema_version": 1,
+        "target": points[0]["target"],
         "draft": str(options.draft),
         "steps": options.steps,
         "prompts": options.prompts,
         "temperature": 0.0,
         "speed_from": points[0]["speed_from"],
         "points": points,
+        "environment": _environment(options.out / CURVE_FILE, points),
     }
     atomic_write_json(options.out / CURVE_FILE, document)
     plot_curve(document, options.out / PLOT_FILE)
     return document
+
+
+def _environment(before: Path, points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Where the points were measured: here and now, or as the file of them says already."""
+    known = read_json(before) if before.is_file() else {}
+    if known.get("points") == points and known.get("environment"):
+        return dict(known["environment"])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # as pruning chooses
+    return describe_environment(device, torch.float32)
 
 
 def _point(options: CurveOptions, share: int, times: Mapping[int, float] | None) -> dict[str, Any]:
@@ -114,7 +127,7 @@ def _point(options: CurveOptions, share: int, times: Mapping[int, float] | None)
             bandwidth=None if times else options.bandwidth,
         )
         prediction = best(found.predictions["T=0"])
-        point["speed_from"] = found.times_from
+        point["speed_from"], point["target"] = found.times_from, recovery["target"]["name"]
         point[stage] = {
             "accepted_length": decoded["accepted_length"],
             "conditional_acceptance": known,

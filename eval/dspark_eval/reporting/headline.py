@@ -213,6 +213,8 @@ def _origin_row(item: Found) -> Sequence[str]:
     settings = value.get("settings") if item.kind.name == "training" else None
     seed = (settings or {}).get("train", {}).get("seed", value.get("seed"))
     seed = value.get("extra", {}).get("seed", seed) if item.kind.name == "bench" else seed
+    if "seeds" in value:
+        seed = ", ".join(map(str, value["seeds"]))
     return (
         f"`{item.path}`",
         item.kind.name,

@@ -23,6 +23,7 @@ from dspark.runtime.loading import load_target
 from dspark.runtime.records import RoundRecord
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
+from dspark_eval.environment import describe_environment
 from dspark_eval.suites import Suite, load_suites
 
 MEASURE_FILE = "measure.json"
@@ -50,6 +51,7 @@ def measure_run(run: Path, *, target: str, draft_length: int, prompts: int = PRO
             "draft_length": draft_length,
             "parameters": sum(p.numel() for p in drafter.parameters()),
             "results": results,
+            "environment": describe_environment(loaded.target.device, loaded.target.dtype),
         },
     )
     return path

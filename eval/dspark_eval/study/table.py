@@ -65,7 +65,10 @@ def read_table(out: Path) -> dict[str, Any]:
     missing = [
         f"{arm} seed {seed}" for arm, runs in measured.items() for seed in runs if not runs[seed]
     ]
-    return {**study, "schema_version": 1, "missing": missing, "rows": rows}
+    facts = reference[0].get("environment")  # of decoding; where runs were trained, their own say
+    return {
+        **study, "schema_version": 1, "environment": facts, "missing": missing, "rows": rows,
+    }  # fmt: skip
 
 
 def _read_study(out: Path) -> dict[str, Any]:
