@@ -216,12 +216,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for name, some in rows.items():
                 prompts = [chat.prompt_ids(row.prompt) for row in some]
                 entry["sets"][name] = of_set(ways, prompts, options.new, options.energy_seconds)
+                entry["after_s"] = time.perf_counter() - started
                 print(lines(facts["target"], batch, temperature, name, entry), flush=True)
+                if options.json is not None:  # so far: whoever stops the run keeps this
+                    atomic_write_json(options.json, found)
             if "frames" not in found:
                 found["plain_frames"], found["frames"] = map(of_frames, (ways.plain, ways.sized))
-            entry["after_s"] = time.perf_counter() - started
-            if options.json is not None:  # so far: whoever stops the run keeps this
-                atomic_write_json(options.json, found)
     found["ops"] = ops.ran()
     found["environment"] = describe_environment(subject.target.device, subject.target.dtype)
     return found
