@@ -20,6 +20,7 @@ from dspark_eval.acceptance import run_eval
 from dspark_eval.bench import run_bench
 from dspark_eval.mismatches import find_mismatches
 from dspark_eval.report import print_bench, print_eval
+from dspark_eval.report_notes import outcome_lines
 from dspark_eval.settings import BenchOptions, EvalOptions
 from dspark_eval.speed import PromptTimings
 from tests.test_policies import cost
@@ -311,3 +312,16 @@ def test_eval_measures_step_times_too(pair, tmp_path, monkeypatch):
     path = tmp_path / "here.json"
     evaluate(pair, policy="throughput", profile=True, cost_model=path, n_prompts=1)
     assert json.loads(path.read_text())["batches"][0]["batch"] == 1
+
+
+def test_a_band_that_no_round_reached_has_no_rate() -> None:
+    run = {
+        "levels": {"all_accepted": 1.0}, "rows_per_round": 9.0, "draft_length_mean": 7.5,
+        "bands": {"high": {"share": 0.25, "acceptance": None},
+                  "mid": {"share": 0.75, "acceptance": 0.5}},
+    }  # fmt: skip
+    assert list(outcome_lines(run, "x")) == [
+        "x: rounds ended all accepted 100.0 %; 9.00 rows a round, 7.50 of them drafts that were "
+        "judged",
+        "x: drafted positions by band high 25.0 % (never reached), mid 75.0 % (accepted 50.0 %)",
+    ]

@@ -43,11 +43,14 @@ def outcome_lines(run: Mapping[str, Any], name: str) -> Iterator[str]:
         f"round, {number(run['draft_length_mean'], 2)} of them drafts that were judged"
     )
     if run["bands"] is not None:
-        parts = (
-            f"{band} {percent(found['share'])} (accepted {percent(found['acceptance'])})"
-            for band, found in run["bands"].items()
-        )
+        parts = (_band(band, found) for band, found in run["bands"].items())
         yield f"{name}: drafted positions by band {', '.join(parts)}"
+
+
+def _band(band: str, found: Mapping[str, Any]) -> str:
+    rate = found["acceptance"]
+    what = "never reached" if rate is None else f"accepted {percent(rate)}"
+    return f"{band} {percent(found['share'])} ({what})"
 
 
 def relaxed_line(run: Mapping[str, Any], name: str) -> Iterator[str]:
