@@ -90,9 +90,8 @@ def compare(case: Case, dtype: torch.dtype = torch.float64) -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in ("", "DQ_", "DK_", "OWN_"):
-        for name in ("ROWS", "KEYS"):
-            monkeypatch.setattr(kernel, kind + name, 16)
+    for name in ("ROWS", "KEYS", "DQ_ROWS", "DQ_KEYS", "DK_ROWS", "DK_KEYS"):
+        monkeypatch.setattr(kernel, name, 16)
 
 
 @pytest.mark.parametrize("size", SMALL, ids=str)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspark.devices import send, send_all
+from dspark.devices import one_thread, send, send_all
 from dspark.distill.chat import TrainingRow
 from dspark.draft.anchors import Anchors, sample_anchors
 
@@ -135,6 +135,7 @@ class Batch:
         return int(self.valid.sum())
 
 
+@one_thread()
 def make_batch(
     rows: Sequence[TrainingRow],
     row_ids: Sequence[int],
@@ -144,7 +145,10 @@ def make_batch(
     epoch: int,
     noise: bool = False,
 ) -> Batch:
-    """Pad the rows `row_ids` and draw at most `anchors` anchors in each, and `noise` for others."""
+    """Pad the rows `row_ids` and draw at most `anchors` anchors in each, and `noise` for others.
+
+    There are as many as the row with the most has: a block that no row uses costs as much as others.
+    """
     length = max([len(rows[i].ids) for i in row_ids], default=2)
     count = max(1, len(row_ids))
     ids = torch.zeros(count, length, dtype=torch.int64)
@@ -166,5 +170,6 @@ def make_batch(
         if noise:
             generator = derived_generator(seed, "anchor noise", epoch, row_id)
             gumbel[at, :n] = -torch.empty(n).exponential_(generator=generator).log()
-    drawn_anchors = Anchors(positions, anchor_valid)
-    return Batch(tuple(row_ids), ids, valid, loss_mask, drawn_anchors, gumbel if noise else None)
+    most = max(1, int(anchor_valid.sum(1).max()))
+    used = Anchors(positions[:, :most], anchor_valid[:, :most])
+    return Batch(tuple(row_ids), ids, valid, loss_mask, used, gumbel if noise else None)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.devices import send_all
+from dspark.devices import one_thread, send_all
 from dspark.distill import fused_head
 from dspark.distill.batches import Batch
 from dspark.distill.fused import DraftVocabulary
@@ -100,21 +100,35 @@ def prepare(
     source: FeatureSource | None = None,
 ) -> Ready:
     """Everything of `batch_sums` that comes before the drafter."""
-    config, device = drafter.config, target.device
+    device = target.device
     given, batch = batch, batch.to(device)
     features = source(batch) if source else target_features(target, batch, drafter.taps)
     if batch.noise is not None:
         chunk = settings.chunk or chunk_slots(target.vocab_size, device)
         hard = hard_anchors(batch, features.hidden, target.logits, settings.anchor_choice, chunk)
         given = batch = replace(batch, anchors=hard)
-    block = blocks(given.ids, given.loss_mask, given.anchors, config.block_size)
+    head = through_head(target, drafter, settings)
+    return _placed(given, batch, features, head, drafter.config.block_size, settings.chunk)
+
+
+@one_thread()
+def _placed(
+    given: Batch,
+    batch: Batch,
+    features: Features,
+    head: Tensor | None,
+    slots: int,
+    chunk: int | None,
+) -> Ready:
+    """Blocks and places of a batch, found where it was `given` and sent to where `batch` is."""
+    device = batch.ids.device
+    block = blocks(given.ids, given.loss_mask, given.anchors, slots)
     rows = _flat_rows(block.rows, given.ids.shape[1])
     prev, labels = send_all([block.prev, block.labels], device)
     found = Places.of(block.supervised)
-    head, imitated = through_head(target, drafter, settings), None
+    imitated = None
     if head is not None:
-        count = len(found.block)
-        size = settings.chunk or fused_head.even_chunk(count, len(head), config.block_size)
+        size = chunk or fused_head.even_chunk(len(found.block), len(head), slots)
         imitated = imitate(found.picked(found.in_use(rows)), found.counts, size, device)
     padded = not bool(given.valid.all() and given.anchors.valid.all())
     return Ready(

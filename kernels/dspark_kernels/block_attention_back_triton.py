@@ -94,13 +94,12 @@ def d_queries(  # type: ignore[no-untyped-def]
 def _add_dk(  # type: ignore[no-untyped-def]
     acc_k, acc_v, q, gradient, k, v, norm, dot, seen, power, MASKED: tl.constexpr
 ):  # fmt: skip
-    """One step of d k, before its scale, and of d v."""
-    p = tl.exp2(tl.dot(k, tl.trans(q)) * power - norm[None, :])
-    if MASKED:
-        p = tl.where(seen, p, 0.0)
-    acc_v = tl.dot(p.to(gradient.dtype), gradient, acc_v)
-    ds = p * (tl.dot(v, tl.trans(gradient)) - dot[None, :])
-    return tl.dot(ds.to(q.dtype), q, acc_k), acc_v
+    """One step of d k, before its scale, and of d v. Scores have a row for every query: what is
+    known of queries is then a number a thread, not one of every column."""
+    p = _probabilities(q, k, norm, seen, power, MASKED)
+    acc_v = tl.dot(tl.trans(p.to(gradient.dtype)), gradient, acc_v)
+    ds = p * (tl.dot(gradient, tl.trans(v)) - dot[:, None])
+    return tl.dot(tl.trans(ds.to(q.dtype)), q, acc_k), acc_v
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -136,7 +135,7 @@ def d_keys(  # type: ignore[no-untyped-def]
         norm = tl.load(lse + row, mask=inside, other=float("inf"))
         dot = tl.load(delta + row)
         seen = seen_keys(
-            key[:, None], slot[None, :], anchor[None, :], there, length, OWN, G, W, CAUSAL
+            key[None, :], slot[:, None], anchor[:, None], there, length, OWN, G, W, CAUSAL
         )
         acc_k, acc_v = _add_dk(acc_k, acc_v, q_tile, g_tile, k, v, norm, dot, seen, power, True)
     # Rows that are not there have no probability, and keys past the end are not stored.

@@ -29,9 +29,7 @@ ROWS, KEYS, WARPS, STAGES = 64, 64, 4, 3
 """Forward: rows of a query tile, keys of a step. (Chosen on an H200, 512 anchors of 7 slots.)"""
 DQ_ROWS, DQ_KEYS, DQ_WARPS, DQ_STAGES = 128, 64, 8, 3
 DK_ROWS, DK_KEYS, DK_WARPS, DK_STAGES = 64, 64, 4, 2
-OWN_ROWS, OWN_KEYS, OWN_WARPS, OWN_STAGES = 32, 64, 4, 3
-"""The backward kernels; of DK (context) and OWN (blocks), `KEYS` is the tile that stays and `ROWS`
-the step."""
+"""The two backward kernels; of DK, `KEYS` is the tile that stays and `ROWS` the step."""
 LOG2E = 1.4426950408889634
 
 
@@ -117,14 +115,12 @@ class _BlockAttention(torch.autograd.Function):
             *tensors, out, dq, count, length, scale, **shape,
             ROWS=DQ_ROWS, KEYS=DQ_KEYS, num_warps=DQ_WARPS, num_stages=DQ_STAGES,
         )  # fmt: skip
-        d_keys[triton.cdiv(length, DK_KEYS), batch * keys.shape[2]](
-            *tensors, dk, dv, count, length, scale, **shape, OWN=False,
-            ROWS=DK_ROWS, KEYS=DK_KEYS, num_warps=DK_WARPS, num_stages=DK_STAGES,
-        )  # fmt: skip
-        d_keys[triton.cdiv(count, OWN_KEYS), batch * keys.shape[2]](
-            *tensors, dk, dv, count, length, scale, **shape, OWN=True,
-            ROWS=OWN_ROWS, KEYS=OWN_KEYS, num_warps=OWN_WARPS, num_stages=OWN_STAGES,
-        )  # fmt: skip
+        for own, rows in ((False, length), (True, count)):
+            grid = (triton.cdiv(rows, DK_KEYS), batch * keys.shape[2])
+            d_keys[grid](
+                *tensors, dk, dv, count, length, scale, **shape, OWN=own,
+                ROWS=DK_ROWS, KEYS=DK_KEYS, num_warps=DK_WARPS, num_stages=DK_STAGES,
+            )  # fmt: skip
         return dq, dk, dv, *[None] * 6
 
 
