@@ -35,6 +35,7 @@ from dspark_eval.real_text.chosen import choose, real_name
 from dspark_eval.real_text.prompts import Unseen, refuse_seen, training_prompts
 from dspark_eval.real_text.reuse import is_there
 from dspark_eval.real_text.schedule import Job, Study, jobs
+from dspark_eval.real_text.speed import is_timed
 from dspark_eval.real_text.start import layers_between, start_from_layers
 from dspark_eval.real_text.states import HeldStates
 from dspark_eval.real_text.table import compare
@@ -324,6 +325,17 @@ def test_results_of_other_settings_are_not_taken_for_these(
     (tmp_path / "deepspec" / "trained.json").write_text(json.dumps({"asked": asked}))
     assert main(["train", str(tmp_path), "--arm", "deepspec", "--seconds", "40"]) == 2
     assert "made with" in capsys.readouterr().err
+
+
+def test_times_of_a_run_that_ended_early_are_measured_again(tmp_path: Path) -> None:
+    asked = {"per_set": 2}
+    assert not is_timed(tmp_path, asked)
+    for prompts in (3, 4):
+        record = {"asked": asked, "prompts": prompts, "asked_prompts": 4}
+        (tmp_path / "speed.json").write_text(json.dumps(record))
+        assert is_timed(tmp_path, asked) == (prompts == 4)
+    with pytest.raises(UserError, match="made with per_set 2, not 3"):
+        is_timed(tmp_path, {"per_set": 3})
 
 
 def test_the_best_candidate_is_chosen_by_prompts_kept_aside(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ from dspark_eval.real_text.chosen import choose, real_name
 from dspark_eval.real_text.measuring import TEMPERATURES, measure, measured_path
 from dspark_eval.real_text.reuse import ASKED, is_there
 from dspark_eval.real_text.schedule import Study, jobs
-from dspark_eval.real_text.speed import SPEED, measure_speed
+from dspark_eval.real_text.speed import is_timed, measure_speed
 from dspark_eval.real_text.table import write_table
 from dspark_eval.real_text.training import TRAINED, train_for, warm
 from dspark_eval.study.processes import visible_gpus
@@ -134,7 +134,7 @@ def _speed(options: argparse.Namespace) -> None:
         "dtype": options.dtype,
         "arms": arms,
     }
-    if not is_there(options.out / SPEED, asked):
+    if not is_timed(options.out, asked):
         measure_speed(
             _target(options),
             options.out,

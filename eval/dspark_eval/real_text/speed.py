@@ -23,7 +23,7 @@ from dspark.distill.chat import ChatFormat
 from dspark.distill.prompts import read_prompts
 from dspark.draft.checkpoint import load_drafter
 from dspark.errors import UserError
-from dspark.files import atomic_write_json
+from dspark.files import atomic_write_json, read_json
 from dspark.runtime.decode import SpeculativeDecoder
 from dspark.runtime.hf_target import HFTarget
 from dspark.runtime.loading import LoadedTarget
@@ -31,7 +31,7 @@ from dspark.runtime.plain import plain_generate
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval.real_text.answers import prompt_ids
 from dspark_eval.real_text.prompts import test_files
-from dspark_eval.real_text.reuse import ASKED
+from dspark_eval.real_text.reuse import ASKED, is_there
 
 SPEED = "speed.json"
 LOOKUP_TOKENS = 7
@@ -66,22 +66,34 @@ def measure_speed(
     runs: dict[str, list[tuple[list[int], float]]] = {name: [] for name in ways}
     for way in ways.values():
         way(prompt_lists[0])  # warm
-    for at, ids in enumerate(prompt_lists):
-        for name, way in ways.items():
-            runs[name].append(_timed(way, ids, target.device))
-        print(f"prompt {at + 1} of {len(prompt_lists)}", flush=True)
-    document = {
+    document: dict[str, Any] = {
         ASKED: dict(asked),
-        "prompts": len(prompt_lists),
+        "asked_prompts": len(prompt_lists),
         "max_new_tokens": max_new_tokens,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else "CPU",
         "transformers": transformers.__version__,
         "torch": torch.__version__,
-        "ways": {name: _figures(name, found, runs["plain"]) for name, found in runs.items()},
     }
-    atomic_write_json(out / SPEED, document)
+    for at, ids in enumerate(prompt_lists):
+        for name, way in ways.items():
+            runs[name].append(_timed(way, ids, target.device))
+        figures = {name: _figures(name, found, runs["plain"]) for name, found in runs.items()}
+        document |= {"prompts": at + 1, "ways": figures}
+        atomic_write_json(out / SPEED, document)  # what a run that ends early has measured
+        print(f"prompt {at + 1} of {len(prompt_lists)}", flush=True)
     return document
+
+
+def is_timed(out: Path, asked: Mapping[str, Any]) -> bool:
+    """Whether all prompts were timed before; a run that ended early starts anew.
+
+    Raises UserError if they were with other settings.
+    """
+    if not is_there(out / SPEED, asked):
+        return False
+    known = read_json(out / SPEED)
+    return bool(known["prompts"] == known["asked_prompts"])
 
 
 def _figures(
