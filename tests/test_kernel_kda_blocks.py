@@ -58,7 +58,7 @@ def test_step(
     launch(
         module.step_block_kernel, place, V // (16 * warps) * B * H,
         q, k, v, a, b, state, out, end, A, dt, K**-0.5, BOUND, keep, *strides(q, k, v, a, b),
-        T=T, H=H, K=K, V=V, WARPS=warps, WRITE=keep > 0, EARLY=False,
+        T=T, H=H, K=K, V=V, WARPS=warps, WRITE=keep > 0, AHEAD=False, EARLY=False,
     )  # fmt: skip
     g = kda_decode.log_decay(a.double().flatten(2), A.double(), dt.double(), BOUND)
     unit_q, unit_k = kda_decode.unit(q.double()) * K**-0.5, kda_decode.unit(k.double())
@@ -99,7 +99,7 @@ def test_round(T: int, R: int, K: int, V: int, fold: bool, accepted: list[int]) 
         module.round_block_kernel, place, B * H,
         *given, out, K**-0.5, 1e-5, BOUND, *strides(*given[:7]), given[8].stride(0),
         T=T, R=R, H=H, K=K, V=V, W=W, HELD=triton.next_power_of_2(W - 1 + (0 if fold else T)),
-        FOLD=fold, WARPS=V // 16, EARLY=False,
+        FOLD=fold, WARPS=V // 16, AHEAD=False, EARLY=False,
     )  # fmt: skip
     assert_close(out, expected, limit=LIMIT)
     assert_close(given[8], wide[8], limit=LIMIT)
@@ -141,8 +141,13 @@ print(made.asm["ptx"].count("mma.sync.aligned.m16n8k8.row.col.f32.tf32"))
 @pytest.mark.parametrize(
     ("name", "arch", "sizes", "products"),
     [
-        ("step", 90, "T=8 H=2 K=64 V=64 WARPS=4 WRITE=True EARLY=True", 48 + 8 + 32 + 6),
-        ("round", 80, "T=4 R=4 H=2 K=64 V=64 W=4 HELD=8 FOLD=False WARPS=4 EARLY=False", 124),
+        ("step", 90, "T=8 H=2 K=64 V=64 WARPS=4 WRITE=True AHEAD=True EARLY=True", 48 + 8 + 32 + 6),
+        (
+            "round",
+            80,
+            "T=4 R=4 H=2 K=64 V=64 W=4 HELD=8 FOLD=False WARPS=4 AHEAD=False EARLY=False",
+            124,
+        ),
     ],
 )
 def test_compiles(name: str, arch: int, sizes: str, products: int, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ With G the decay since the block's first row, rows of k and q against each other
     Z   = X Y^T                                       [16, 8]; strictly below the diagonal for k
     M   = (I + diag(beta) Z_k)^-1 diag(beta)          by forward substitution, eight steps
     W   = V - X_k S ;  U = M W ;  O = X_q S + Z_q M W
-    S'  = exp(G_end) S + (k exp(G_end - G))^T U       over the kept rows
+    S'  = exp(G_end) (S + Y^T U)                      over the kept rows, whose end is G_end
 
 The state is read once and written once, transposed: S^T [V, K] is what a matrix unit leaves and, by
 another numbering of the keys, what it takes as a left factor, so it never crosses between threads
@@ -48,14 +48,15 @@ def unit(x):
 
 
 @gluon.jit
-def begin(start, count, EARLY: gl.constexpr):
-    """`overlap`: the next kernel may come, ``count`` float32 are asked for, the last has ended."""
+def begin(start, count, AHEAD: gl.constexpr, EARLY: gl.constexpr):
+    """`overlap`: the next kernel may come; AHEAD: ``count`` float32 are asked for, so that a state
+    waits in the L2 cache and not in registers; the kernel before has ended."""
     if EARLY:
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False,
             pack=1,
         )  # fmt: skip
-    if EARLY > 1:
+    if AHEAD:
         gl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
             "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
@@ -69,12 +70,11 @@ def begin(start, count, EARLY: gl.constexpr):
 
 @gluon.jit
 def room_for(K: gl.constexpr, warps: gl.constexpr):
-    """Shared memory of a block: k, q, Y, E, decay, sums of g, Z in parts, Z, M."""
+    """Shared memory of a block: X_k, X_q, Y, decay, g, Z in parts, Z, M."""
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
     paired: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return (
-        gl.allocate_shared_memory(gl.float32, [8, K], swizzled),
         gl.allocate_shared_memory(gl.float32, [8, K], swizzled),
         gl.allocate_shared_memory(gl.float32, [8, K], swizzled),
         gl.allocate_shared_memory(gl.float32, [8, K], paired),
@@ -97,8 +97,8 @@ def _prefix_sums(shared, warps: gl.constexpr, keep):
     r = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, places)))[:, None, None]
     i = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, places)))[None, :, None]
     rows: gl.constexpr = row_places(K, warps)
-    G = gl.sum(gl.where(i <= r, g[None, :, :], 0.0), 1)
-    end = gl.sum(gl.where((i < keep) & (r < 8), g[None, :, :], 0.0), 1)
+    G = gl.sum(gl.where(i <= r, 1.0, 0.0) * g[None, :, :], 1)
+    end = gl.sum(gl.where((i < keep) & (r < 8), 1.0, 0.0) * g[None, :, :], 1)
     return (
         gl.convert_layout(G, rows, assert_trivial=True),
         gl.convert_layout(end, rows, assert_trivial=True),
@@ -152,35 +152,33 @@ def _solve(Z, beta, warps: gl.constexpr):
 @gluon.jit
 def put_rows(room, k, q, keep, READS: gl.constexpr, WRITES: gl.constexpr, warps: gl.constexpr):
     """Rows [8, K] of unit k and scaled q, whose log-decays lie in the room, made ready."""
-    G, end = _prefix_sums(room[5], warps, keep)
+    G, end = _prefix_sums(room[4], warps, keep)
     grown = gl.exp2(G)
     room[0].store(k * grown)
     if READS:
         room[1].store(q * grown)
     room[2].store(k * gl.exp2(-G))
     if WRITES:
-        t = gl.arange(0, 8, gl.SliceLayout(1, row_places(k.shape[1], warps)))[:, None]
-        room[3].store(gl.where(t < keep, k * gl.exp2(gl.minimum(end - G, 0.0)), 0.0))
-        room[4].store(gl.exp2(end))
+        room[3].store(gl.exp2(end))
 
 
 @gluon.jit
 def put_grams(room, READS: gl.constexpr, warps: gl.constexpr):
     q = room[1 if READS else 0]
-    room[6].store(_grams(room[0], q, room[2], warps))
+    room[5].store(_grams(room[0], q, room[2], warps))
 
 
 @gluon.jit
 def put_sums(room, factor, warps: gl.constexpr):
     """factor [16]: beta of k rows and -1."""
-    turned = room[6].permute((0, 2, 1)).load(sum_places(warps))
-    room[7].store(gl.sum(turned, 0) * factor[None, :])
+    turned = room[5].permute((0, 2, 1)).load(sum_places(warps))
+    room[6].store(gl.sum(turned, 0) * factor[None, :])
 
 
 @gluon.jit
 def put_solution(room, beta, warps: gl.constexpr):
     """beta [8]."""
-    room[8].store(_solve(room[7], beta, warps))
+    room[7].store(_solve(room[6], beta, warps))
 
 
 @gluon.jit
@@ -192,22 +190,23 @@ def unsettled(v, found, warps: gl.constexpr):
 @gluon.jit
 def settled(room, W, total, at: gl.constexpr, warps: gl.constexpr):
     """total [V, 8] + M W or Z_q M W (at = 0, 8)."""
-    return times_small(W, room[8].slice(at, 8), total, units_of(warps), warps)
+    return times_small(W, room[7].slice(at, 8), total, units_of(warps), warps)
 
 
 @gluon.jit
-def behind(s, room, W, warps: gl.constexpr):
-    """The state after the block."""
+def behind(s, room, W, keep, warps: gl.constexpr):
+    """The state after the block's first ``keep`` rows."""
     units: gl.constexpr = units_of(warps)
     K: gl.constexpr = room[0].shape[1]
     N: gl.constexpr = K // 4
     none = gl.zeros([s[0].shape[0], 8], gl.float32, units)
-    U = twice_left(settled(room, W, none, 0, warps), units)
+    kept = gl.arange(0, 8, gl.SliceLayout(0, units))[None, :] < keep
+    U = twice_left(gl.where(kept, settled(room, W, none, 0, warps), 0.0), units)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    decay = room[4]._reinterpret(gl.float32, [8 * K], line)
+    decay = room[3]._reinterpret(gl.float32, [8 * K], line)
     return (
-        write(s[0], decay, room[3], 0, U, units, warps),
-        write(s[1], decay, room[3], N, U, units, warps),
-        write(s[2], decay, room[3], 2 * N, U, units, warps),
-        write(s[3], decay, room[3], 3 * N, U, units, warps),
+        write(s[0], decay, room[2], 0, U, units, warps),
+        write(s[1], decay, room[2], N, U, units, warps),
+        write(s[2], decay, room[2], 2 * N, U, units, warps),
+        write(s[3], decay, room[2], 3 * N, U, units, warps),
     )

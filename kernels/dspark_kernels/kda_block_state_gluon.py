@@ -85,15 +85,15 @@ def seen(state, X, at: gl.constexpr, totals, units: gl.constexpr, warps: gl.cons
 
 
 @gluon.jit
-def write(state, decay, E, at: gl.constexpr, twice, units: gl.constexpr, warps: gl.constexpr):
-    """decay state [V, n] + (both parts of U^T [V, 8]) times E[:, at : at + n]."""
+def write(state, decay, Y, at: gl.constexpr, twice, units: gl.constexpr, warps: gl.constexpr):
+    """decay (state [V, n] + (both parts of U^T [V, 8]) times Y[:, at : at + n])."""
     n: gl.constexpr = state.shape[1]
-    state *= decay.slice(at, n).load(gl.SliceLayout(0, units))[None, :]
-    x = E.slice(at, n, 1).load(update_places(n, warps))
+    x = Y.slice(at, n, 1).load(update_places(n, warps))
     x = x.reshape(4, 2, n).permute(1, 0, 2).reshape(8, n)
     high, low = parts(x)
     state = mma_v2(twice, _twice_right(high, units), state, input_precision="tf32")
-    return mma_v2(twice, _twice_right(low, units), state, input_precision="tf32")
+    state = mma_v2(twice, _twice_right(low, units), state, input_precision="tf32")
+    return state * decay.slice(at, n).load(gl.SliceLayout(0, units))[None, :]
 
 
 @gluon.jit

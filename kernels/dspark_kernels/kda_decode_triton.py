@@ -81,7 +81,8 @@ def kda_decode(
         del sizes["TQ"], sizes["BOUNDED"]
         block_kernel("round")[(B * H,)](
             *tensors, out, K**-0.5, eps, bound, *strides, FOLD=fold, WARPS=V // COLUMNS,
-            num_warps=V // COLUMNS, **_limited(V, B * H), **sizes,
+            AHEAD=ahead_of(B * H), num_warps=V // COLUMNS,
+            **_limited(V, B * H), **sizes,
         )  # fmt: skip
         return out
     if upto is None or taps is None:
@@ -100,6 +101,12 @@ def kda_decode(
         FACTORED=0.0 < -bound * (R + T) <= MAX_EXPONENT, PRECISION="tf32x3", num_warps=8, **sizes,
     )  # fmt: skip
     return out
+
+
+def ahead_of(programs: int) -> bool:
+    """Whether states are asked for ahead: where programs share a processor, whose registers a
+    waiting state would take."""
+    return programs > PROGRAMS // 2 and early()["EARLY"]
 
 
 def _limited(width: int, programs: int) -> dict[str, int]:

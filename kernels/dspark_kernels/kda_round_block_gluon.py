@@ -147,7 +147,7 @@ def _block(
     a = gl.load(decay_ptr + t * s_dt + at, mask=real, other=0.0).to(gl.float32)
     rate = gl.exp2(LOG2E * gl.load(rate_ptr + h))
     g = (LOG2E * bound) * sigmoid(rate * (a + gl.load(dt_ptr + at)))
-    room[5].store(gl.where(real, g, 0.0))
+    room[4].store(gl.where(real, g, 0.0))
     i = first + t
     k = _convolved(held_ptr, rows_ptr, conv_ptr, i, n, H * K + at, real, s_ht, s_rt, C, W, NEW)
     q = k
@@ -186,13 +186,13 @@ def round_block_kernel(
     s_rb, s_rt, s_db, s_dt, s_bb, s_bt, s_gb, s_gt, s_hb, s_ht, s_hdb, s_hdt, s_hbb, s_hbt, s_sb,
     T: gl.constexpr, R: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
     W: gl.constexpr, HELD: gl.constexpr, FOLD: gl.constexpr, WARPS: gl.constexpr,
-    EARLY: gl.constexpr,
+    AHEAD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence."""
+    """One head of one sequence. AHEAD: its state waits in the L2 cache and not in registers."""
     STEP: gl.constexpr = K // 4 * V
     b, h = (gl.program_id(0) // H).to(gl.int64), gl.program_id(0) % H
     state_ptr += b * s_sb + h * K * V
-    begin(state_ptr, K * V, EARLY)
+    begin(state_ptr, K * V, AHEAD, EARLY)
     rows_ptr += b * s_rb
     decay_ptr += b * s_db
     beta_ptr += b * s_bb
@@ -201,7 +201,8 @@ def round_block_kernel(
     held_beta_ptr += b * s_hbb
     n = gl.load(accepted_ptr + b).to(gl.int32)
     tile = state_ptr + places_in(K, V, WARPS)
-    state = load_state(tile, STEP)
+    if not AHEAD:
+        state = load_state(tile, STEP)
     fresh = room_for(K, WARPS)
     if R > 0:
         old = room_for(K, WARPS)
@@ -213,12 +214,14 @@ def round_block_kernel(
         fresh, rows_ptr, decay_ptr, beta_ptr, held_ptr, conv_ptr, rate_ptr, dt_ptr,
         h, n, n, T, scale, bound, s_rt, s_dt, s_bt, s_ht, H, K, V, W, True, FOLD, WARPS,
     )  # fmt: skip
+    if AHEAD:
+        state = load_state(tile, STEP)
     state = state_across(state, WARPS)
     if R > 0:
         found = seen_by(state, old[0], WARPS)
         put_solution(old, old_beta, WARPS)
         X = unsettled(rows_across(old_v, WARPS), found, WARPS)
-        state = behind(state, old, X, WARPS)
+        state = behind(state, old, X, n, WARPS)
         if (not FOLD) and n > 0:
             store_state(tile, STEP, state, WARPS)
     found, read = seen_by_both(state, fresh[0], fresh[1], WARPS)
@@ -226,7 +229,7 @@ def round_block_kernel(
     X = unsettled(rows_across(v, WARPS), found, WARPS)
     out = rows_back(settled(fresh, X, read, 8, WARPS), WARPS)
     if FOLD:
-        store_state(tile, STEP, behind(state, fresh, X, WARPS), WARPS)
+        store_state(tile, STEP, behind(state, fresh, X, T, WARPS), WARPS)
     _finish(out, gate_ptr + b * s_gb, norm_ptr, out_ptr + b * T * H * V, h, eps, s_gt, T, H, V,
             WARPS)  # fmt: skip
     _hold(rows_ptr, decay_ptr, beta_ptr, held_ptr, held_decay_ptr, held_beta_ptr, h, n, s_rt, s_dt,

@@ -19,7 +19,7 @@ from dspark_kernels.interpreted import allow_loops
 from dspark_kernels.interpreted_floats import exact_floats
 from dspark_kernels.kda_pass_triton import places, read_rows, read_scaled_rows
 from dspark_kernels.kda_rows_triton import LOG2E, UNIT_EPS, log_decay, sigmoid, unit
-from dspark_kernels.overlap import begin, wait
+from dspark_kernels.overlap import ahead, begin, wait
 
 allow_loops()
 exact_floats()
@@ -40,6 +40,7 @@ def chain_kernel(
     t, ks, vs = tl.arange(0, TP), tl.arange(0, K), part * BV + tl.arange(0, BV)
     tile = (b * H + h) * K * V + part * BV + places(K, V, BV // VV, VV)
     begin(EARLY)
+    ahead(state_ptr + (b * H + h) * K * V + part * (K * BV), K * BV, EARLY)
     wait(EARLY)
     real, at = (t < T)[:, None], t[:, None]
     q = tl.load(q_ptr + b * s_qb + at * s_qt + h * K + ks, mask=real, other=0.0).to(tl.float32)
@@ -92,6 +93,7 @@ def row_kernel(
     b, h = (place // H).to(tl.int64), place % H
     cols, ks = part * BV + tl.arange(0, BV), tl.arange(0, K)
     begin(EARLY)
+    ahead(state_ptr + (b * H + h) * K * V + part * (K * BV), K * BV, EARLY)
     wait(EARLY)
     q = tl.load(q_ptr + b * s_qb + h * K + ks).to(tl.float32)
     k = tl.load(k_ptr + b * s_kb + h * K + ks).to(tl.float32)

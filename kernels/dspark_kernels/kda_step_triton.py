@@ -23,8 +23,8 @@ ROW_SHAPES = ((16, 2), (64, 4))
 """Columns and warps of a program on one row: for few heads, for many."""
 CHAIN_SHAPES = ((64, 16), (128, 16))
 """Columns of a program on several rows, and of each of its warps: for few heads, for many."""
-BLOCK_WARPS = (4, 8)
-"""Warps of a program on a block of rows, 16 columns each: for few heads, for many."""
+BLOCK_WARPS = 4
+"""Warps of a program on a block of rows, 16 columns each."""
 SCALE = True
 REGISTERS: int | None = 128
 """Of a thread where a program has 128 columns, so that two programs fit on a processor."""
@@ -98,7 +98,7 @@ def _chain(
     numbers = (K**-0.5, 0.0 if lower_bound is None else lower_bound)
     sizes: dict[str, Any] = {
         "H": H, "K": K, "V": V, "GATED": gate is not None, "BOUNDED": lower_bound is not None,
-        "WRITE": keep > 0, **early(),
+        "WRITE": keep > 0, **_launch(B * H),
     }  # fmt: skip
     if T == 1:
         BV, warps = ROW_SHAPES[B * H > FEW]
@@ -108,11 +108,11 @@ def _chain(
         )  # fmt: skip
         return read, new
     if gate is not None and in_blocks(T, K, numbers[1]):
-        warps = min(BLOCK_WARPS[B * H > FEW], V // 16, K // 16)
+        warps = min(BLOCK_WARPS, V // 16, K // 16)
         block_kernel("step")[(V // (16 * warps) * B * H,)](
             *tensors, *numbers, keep, *_strides(q, k, v, g, beta),
-            T=T, H=H, K=K, V=V, WRITE=keep > 0, WARPS=warps, num_warps=warps,
-            **({"maxnreg": REGISTERS} if REGISTERS and warps == 8 else {}), **early(),
+            T=T, H=H, K=K, V=V, WRITE=keep > 0, WARPS=warps, AHEAD=early()["EARLY"],
+            num_warps=warps, maxnreg=REGISTERS, **_launch(B * H),
         )  # fmt: skip
         return read, new
     BV, VV = CHAIN_SHAPES[B * H > FEW]
@@ -128,6 +128,12 @@ def _chain(
         num_stages=1, **sizes,
     )  # fmt: skip
     return read, new
+
+
+def _launch(heads: int) -> dict[str, bool]:
+    """Early where there are many programs, whose last ones leave processors idle; asking for few
+    states ahead of their rows took longer than it saved."""
+    return early() if heads > FEW else {"EARLY": False}
 
 
 def _strides(*rows: Tensor) -> list[int]:
