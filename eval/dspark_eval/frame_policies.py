@@ -218,13 +218,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 entry["sets"][name] = of_set(ways, prompts, options.new, options.energy_seconds)
                 entry["after_s"] = time.perf_counter() - started
                 print(lines(facts["target"], batch, temperature, name, entry), flush=True)
-                if options.json is not None:  # so far: whoever stops the run keeps this
-                    atomic_write_json(options.json, found)
+                keep(options, found)
             if "frames" not in found:
                 found["plain_frames"], found["frames"] = map(of_frames, (ways.plain, ways.sized))
     found["ops"] = ops.ran()
     found["environment"] = describe_environment(subject.target.device, subject.target.dtype)
     return found
+
+
+def keep(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Write what there is so far: whoever stops the run has it."""
+    if options.json is not None:
+        atomic_write_json(options.json, found)
 
 
 def lines(target: str, batch: int, temperature: float, name: str, entry: dict[str, Any]) -> str:
@@ -283,8 +288,7 @@ def main(arguments: Sequence[str]) -> None:
     """Measure and print."""
     options = parse(arguments)
     found = measure(options)
-    if options.json is not None:
-        atomic_write_json(options.json, found)
+    keep(options, found)
 
 
 if __name__ == "__main__":
