@@ -147,7 +147,7 @@ def make_batch(
 ) -> Batch:
     """Pad the rows `row_ids` and draw at most `anchors` anchors in each, and `noise` for others.
 
-    There are as many as the row with the most has: a block that no row uses costs as much as others.
+    There are as many as the row with the most has: a block that none uses costs as much as others.
     """
     length = max([len(rows[i].ids) for i in row_ids], default=2)
     count = max(1, len(row_ids))
