@@ -21,7 +21,7 @@ def test_answers_longer_than_the_target_reads(tmp_path: Path) -> None:
     """It would be allocated before it is found too much."""
     pair = write_pair(tmp_path)
     options = EvalOptions(
-        pair.draft,
+        draft=pair.draft,
         target=pair.target,
         suites=(str(pair.prompts),),
         max_new_tokens=10**9,

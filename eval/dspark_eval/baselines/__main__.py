@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dspark.commands.distill import parse_settings
+from dspark.console import Parser, module_command
 from dspark.distill.determinism import deterministic
 from dspark.errors import UserError
 from dspark_eval.baselines.folders import KINDS, save_ar, save_dflash, save_eagle
@@ -26,9 +28,10 @@ from dspark_eval.baselines.table_text import markdown
 from dspark_eval.study.measure import SETTINGS
 
 
-def main(arguments: list[str]) -> int:
-    """Exit code 2 and one line for a wrong input, 130 for Ctrl-C."""
-    parser = argparse.ArgumentParser(
+@module_command
+def main(arguments: Sequence[str]) -> None:
+    """Train, measure or compare; a table that was stopped goes on with the same command."""
+    parser = Parser(
         prog="python -m dspark_eval.baselines",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -38,15 +41,7 @@ def main(arguments: list[str]) -> int:
     _measure_options(commands.add_parser("measure", help="a contender on held-out prompts"))
     _table_options(commands.add_parser("table", help="the ordering of the paper's Table 1"))
     options = parser.parse_args(arguments)
-    try:
-        {"train": _train, "measure": _measure, "table": _table}[options.command](options)
-    except UserError as error:
-        print(f"dspark_eval.baselines: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("dspark_eval.baselines: stopped; give the same command again", file=sys.stderr)
-        return 130
-    return 0
+    {"train": _train, "measure": _measure, "table": _table}[options.command](options)
 
 
 def _train_options(parser: argparse.ArgumentParser) -> None:
@@ -187,4 +182,4 @@ def _table(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
