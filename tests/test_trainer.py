@@ -362,6 +362,23 @@ def test_anchors_depend_on_seed_epoch_and_row_only() -> None:
     assert anchors([2], 3) != anchors([2], 3, seed=1)
 
 
+def test_a_batch_has_the_blocks_of_its_longest_row_and_no_more() -> None:
+    data = [TrainingRow(tuple(range(n)), (False, *[True] * (n - 1))) for n in (4, 7, 9)]
+
+    def anchors(row_ids: list[int], count: int) -> tuple[list[list[int]], list[list[bool]]]:
+        found = make_batch(data, row_ids, anchors=count, seed=0, epoch=0).anchors
+        return found.positions.tolist(), found.valid.tolist()
+
+    # Of n tokens, all but the first are supervised, and all of those but the last are candidates.
+    assert anchors([0, 1], 512) == (
+        [[1, 2, 0, 0, 0], [1, 2, 3, 4, 5]],
+        [[True, True, False, False, False], [True] * 5],
+    )
+    positions, valid = anchors([0, 2], 3)
+    assert valid == [[True, True, False], [True] * 3]
+    assert positions[0] == [1, 2, 0]
+
+
 def test_a_batch_without_rows_has_nothing_to_learn() -> None:
     target = ToyTarget()
     made = trainer(target=target)
