@@ -6,7 +6,7 @@
     python -m dspark_eval.real_text measure OUT --prompts DIR --arm deep
     python -m dspark_eval.real_text speed   OUT --prompts DIR    one prompt at a time, all ways
     python -m dspark_eval.real_text table   OUT                  the table, from what is there
-    python -m dspark_eval.real_text all     OUT --prompts DIR --device cuda --budget 960
+    python -m dspark_eval.real_text all     OUT --prompts DIR --device cuda --budget 1250
 
 DIR holds `train/*.jsonl` and `test/*.jsonl` (`turns` in each line). No test prompt, nor a near copy
 of one, is trained on: `prompts.py`.
@@ -226,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--answer-batch", type=int, default=5120, help="answered side by side")
     parser.add_argument("--batch", type=int, default=256, help="prompts measured side by side")
     parser.add_argument("--per-set", type=int, help="prompts of each set; all if left out")
-    parser.add_argument("--budget", type=float, default=960.0, help="all: seconds in all")
+    parser.add_argument("--budget", type=float, default=1250.0, help="all: seconds in all")
     parser.add_argument(
         "--candidates", nargs="+", default=TRIED, choices=CANDIDATES, help="all: recipes of ours"
     )

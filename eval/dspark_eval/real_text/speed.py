@@ -93,7 +93,7 @@ def is_timed(out: Path, asked: Mapping[str, Any]) -> bool:
     if not is_there(out / SPEED, asked):
         return False
     known = read_json(out / SPEED)
-    return bool(known["prompts"] == known["asked_prompts"])
+    return bool(known.get("prompts") == known.get("asked_prompts"))
 
 
 def _figures(
