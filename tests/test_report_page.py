@@ -96,6 +96,12 @@ def test_nothing_is_fetched_and_nothing_runs(text: str, page: Page) -> None:
     assert policy["content"].startswith("default-src 'none'; style-src 'unsafe-inline'")
 
 
+def test_a_page_of_every_kind_can_be_sent(text: str, page: Page) -> None:
+    """Six documents; a mail takes ten times as much."""
+    assert len(page.all("section")) >= 6
+    assert len(text.encode()) < 2_000_000
+
+
 def test_somebodys_text_is_shown_as_it_is(page: Page, out: Path) -> None:
     assert page.text.count(EVIL) >= 5  # question, token, prompt set, drafter, warning
     (bench,) = (s for s in read_json(out / "report.json")["sources"] if s["kind"] == "bench")
