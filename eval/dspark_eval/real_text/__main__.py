@@ -17,14 +17,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 import yaml
 
+from dspark.console import Parser, module_command
 from dspark.devices import find_device
 from dspark.errors import UserError
 from dspark.files import read_json
@@ -199,9 +200,10 @@ STEPS = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    parser = argparse.ArgumentParser(
+@module_command
+def main(arguments: Sequence[str]) -> None:
+    """One step of the study, or all of it."""
+    parser = Parser(
         prog="python -m dspark_eval.real_text",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -233,13 +235,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--without", nargs="+", default=[], help="all: jobs to leave out")
     parser.add_argument("--pass-on", default="", help="all: further options of every step")
     options = parser.parse_args(arguments)
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        STEPS[options.step](options)
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        return 2
-    return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    STEPS[options.step](options)
 
 
 if __name__ == "__main__":
