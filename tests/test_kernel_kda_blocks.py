@@ -58,7 +58,7 @@ def test_step(
     launch(
         module.step_block_kernel, place, V // (16 * warps) * B * H,
         q, k, v, a, b, state, out, end, A, dt, K**-0.5, BOUND, keep, *strides(q, k, v, a, b),
-        T=T, H=H, K=K, V=V, WARPS=warps, WRITE=keep > 0, AHEAD=False, EARLY=False,
+        T=T, H=H, K=K, V=V, WARPS=warps, WRITE=keep > 0, EARLY=False,
     )  # fmt: skip
     g = kda_decode.log_decay(a.double().flatten(2), A.double(), dt.double(), BOUND)
     unit_q, unit_k = kda_decode.unit(q.double()) * K**-0.5, kda_decode.unit(k.double())
@@ -141,7 +141,7 @@ print(made.asm["ptx"].count("mma.sync.aligned.m16n8k8.row.col.f32.tf32"))
 @pytest.mark.parametrize(
     ("name", "arch", "sizes", "products"),
     [
-        ("step", 90, "T=8 H=2 K=64 V=64 WARPS=4 WRITE=True AHEAD=True EARLY=True", 48 + 8 + 32 + 6),
+        ("step", 90, "T=8 H=2 K=64 V=64 WARPS=4 WRITE=True EARLY=True", 48 + 8 + 32 + 6),
         (
             "round",
             80,

@@ -43,7 +43,7 @@ def step_block_kernel(
     scale, bound, keep,
     s_qb, s_qt, s_kb, s_kt, s_vb, s_vt, s_gb, s_gt, s_bb, s_bt,
     T: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WARPS: gl.constexpr,
-    WRITE: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    WRITE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """The first ``keep`` rows enter the state at ``end_ptr``, all are read."""
     BV: gl.constexpr = 16 * WARPS
@@ -51,7 +51,7 @@ def step_block_kernel(
     room = room_for(K, WARPS)
     part, place = gl.program_id(0) % (V // BV), gl.program_id(0) // (V // BV)
     b, h = (place // H).to(gl.int64), place % H
-    begin(state_ptr + (b * H + h) * K * V + part * (K * BV), K * BV, AHEAD, EARLY)
+    begin(state_ptr, 0, False, EARLY)
     t = gl.arange(0, 8, gl.SliceLayout(1, rows))[:, None]
     ks = gl.arange(0, K, gl.SliceLayout(0, rows))[None, :]
     real = (t < T) & (ks < K)
@@ -61,8 +61,7 @@ def step_block_kernel(
     a += gl.load(dt_ptr + h * K + ks)
     rate = gl.exp2(LOG2E * gl.load(rate_ptr + h))
     tile = (b * H + h) * K * V + part * BV + places_in(K, V, WARPS)
-    if not AHEAD:
-        state = load_state(state_ptr + tile, K // 4 * V)
+    state = load_state(state_ptr + tile, K // 4 * V)
     v_places: gl.constexpr = state_places(8, WARPS)
     tv = gl.arange(0, 8, gl.SliceLayout(1, v_places))[:, None]
     cols = part * BV + gl.arange(0, BV, gl.SliceLayout(0, v_places))[None, :]
@@ -78,8 +77,6 @@ def step_block_kernel(
     put_rows(room, unit(k), scale * unit(q), keep, True, WRITE, WARPS)
     put_grams(room, True, WARPS)
     put_sums(room, gl.where(s < 8, sigmoid(factor), -1.0), WARPS)
-    if AHEAD:
-        state = load_state(state_ptr + tile, K // 4 * V)
     state = state_across(state, WARPS)
     found, read = seen_by_both(state, room[0], room[1], WARPS)
     put_solution(room, sigmoid(beta), WARPS)

@@ -19,7 +19,7 @@ MAX_ROWS = 16
 WIDTHS = (64, 128, 256)
 FEW = 512
 """Heads of a batch up to which a launch is a matter of latency; beyond, of throughput."""
-ROW_SHAPES = ((16, 2), (64, 4))
+ROW_SHAPES = ((16, 1), (64, 4))
 """Columns and warps of a program on one row: for few heads, for many."""
 CHAIN_SHAPES = ((64, 16), (128, 16))
 """Columns of a program on several rows, and of each of its warps: for few heads, for many."""
@@ -111,8 +111,7 @@ def _chain(
         warps = min(BLOCK_WARPS, V // 16, K // 16)
         block_kernel("step")[(V // (16 * warps) * B * H,)](
             *tensors, *numbers, keep, *_strides(q, k, v, g, beta),
-            T=T, H=H, K=K, V=V, WRITE=keep > 0, WARPS=warps, AHEAD=early()["EARLY"],
-            num_warps=warps, maxnreg=REGISTERS, **_launch(B * H),
+            T=T, H=H, K=K, V=V, WRITE=keep > 0, WARPS=warps, num_warps=warps, **_launch(B * H),
         )  # fmt: skip
         return read, new
     BV, VV = CHAIN_SHAPES[B * H > FEW]
@@ -131,8 +130,8 @@ def _chain(
 
 
 def _launch(heads: int) -> dict[str, bool]:
-    """Early where there are many programs, whose last ones leave processors idle; asking for few
-    states ahead of their rows took longer than it saved."""
+    """Early where there are many programs, whose last ones leave processors idle. For few it took
+    longer than it saved."""
     return early() if heads > FEW else {"EARLY": False}
 
 
