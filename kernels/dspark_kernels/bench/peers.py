@@ -37,10 +37,10 @@ def try_only(pick: Pick) -> None:
 
     plain = Autotuner.__init__
 
-    def init(self: Any, fn: Any, names: Any, configs: Any, *rest: Any, **named: Any) -> None:
+    def _init(self: Any, fn: Any, names: Any, configs: Any, *rest: Any, **named: Any) -> None:
         plain(self, fn, names, pick(list(configs or [])) or configs, *rest, **named)
 
-    Autotuner.__init__ = init
+    Autotuner.__init__ = _init
 
 
 def compile_ahead(op: str, only: str, kept: int, processes: int, seconds: float) -> None:
