@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dspark.draft import flex, passes, regions
+from dspark.draft import flex, passes, regions, sight
+from dspark.draft.attention import rms_norm
 from dspark.draft.config import DraftConfig
 from dspark.draft.model import DSparkDrafter
-from tests.test_flex import CONFIG, SLIDING, _states_and_gradients
+from tests.test_flex import CONFIG, SLIDING, _states_and_gradients, batch
+from tests.tolerance import assert_close
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 CONFIGS = pytest.mark.parametrize("config", [CONFIG, SLIDING], ids=["full", "sliding"])
@@ -57,6 +60,53 @@ def test_they_differ_from_the_layers_by_rounding(
     found = trained(config, half=True)
     assert taken == ["pass"]
     compare(found, layers, reference)
+
+
+@CONFIGS
+def test_their_gradients_are_autograds_in_float64(config: DraftConfig) -> None:
+    """Everything in float64, padded rows and dummy anchors too: no rounding hides a wrong term."""
+    torch.manual_seed(0)
+    drafter = DSparkDrafter(config).double()
+    for name, weight in drafter.named_parameters():
+        if "norm" in name:  # ones would hide a weight that is left out
+            weight.data.add_(0.3 * torch.randn_like(weight))
+    valid, anchors = batch()
+    hidden, context = torch.randn(2, 5, 5, 64).double(), torch.randn(2, 23, 64).double()
+    layers = drafter.backbone.layers
+
+    def written_out(hidden: Tensor, context: Tensor) -> Tensor:
+        turns = sight._rotations(config, valid, anchors, hidden.dtype)
+        attend = regions.by_kernel(valid, anchors, config.block_size)
+        tables = regions.side_by_side(*turns)
+        flat = hidden.flatten(1, 2)
+        out = passes.run_layers(config, layers, flat, context, tables, attend, torch.float64)
+        return out.view(hidden.shape)
+
+    def as_modules(hidden: Tensor, context: Tensor) -> Tensor:
+        return drafter.backbone.train(hidden, context, valid, anchors)
+
+    def found(run: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        inputs = [x.clone().requires_grad_() for x in (hidden, context)]
+        out = run(*inputs)
+        pulled = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+        return [out, *torch.autograd.grad(out, [*inputs, *layers.parameters()], pulled)]
+
+    for mine, exact in zip(found(written_out), found(as_modules), strict=True):
+        assert_close(mine, exact, limit=1e-10)
+
+
+def test_the_norm_of_context_features_in_float64() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 7, 12).double(), torch.randn(12).double()
+    pulled = torch.randn_like(x)
+
+    def found(run: Callable[[Tensor, Tensor, float], Tensor]) -> list[Tensor]:
+        inputs = [each.clone().requires_grad_() for each in (x, weight)]
+        out = run(*inputs, 1e-6)
+        return [out, *torch.autograd.grad(out, inputs, pulled)]
+
+    for mine, exact in zip(found(passes.normed), found(rms_norm), strict=True):
+        assert_close(mine, exact, limit=1e-10)
 
 
 @pytest.mark.usefixtures("written_out")

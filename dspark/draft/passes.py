@@ -42,8 +42,9 @@ def run_layers(
     context: Tensor,
     tables: tuple[Tensor, Tensor],
     attend: Callable[[DraftAttention, Tensor, Tensor, Tensor], Tensor],
+    half: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """The layers of the `attention` backbone in bfloat16.
+    """The layers of the `attention` backbone.
 
     Args:
         config: Of the drafter.
@@ -51,18 +52,19 @@ def run_layers(
         hidden: [B, N, D] float32. context: [B, S, D].
         tables: Cosine and signed sine of [context; block], [B, S + N, 1, K] float32.
         attend: Attention between the parts, as `regions.Attend`.
+        half: Dtype of products. (In float64, with everything else, the passes are exact.)
 
     Returns:
         [B, N, D] float32.
     """
     shape, eps = hidden.shape, config.rms_norm_eps
     cos, sin = (table.squeeze(2).contiguous() for table in tables)
-    half = context.detach().to(torch.bfloat16)
+    read = context.detach().to(half)
     rows, added = hidden.reshape(-1, shape[-1]), None
     for layer in cast(list[DraftLayer], list(layers)):
         attention, mlp = cast(DraftAttention, layer.self_attn), layer.mlp
         rows, q, keys, values, context = _Project.apply(
-            rows, added, context, half, cos, sin, eps, layer.input_layernorm.weight,
+            rows, added, context, read, cos, sin, eps, layer.input_layernorm.weight,
             *(getattr(attention, f"{name}_proj").weight for name in "qkv"),
             attention.q_norm.weight, attention.k_norm.weight,
         )  # fmt: skip
