@@ -161,16 +161,13 @@ class EagleLoss:
     def __call__(self, batch: Batch) -> tuple[Tensor, float]:
         batch = batch.to(self.data.processes.device)
         features = self.source(batch)
-        used = int(batch.anchors.valid.sum(1).max())
-        anchors = replace(
-            batch.anchors,
-            positions=batch.anchors.positions[:, : max(used, 1)],
-            valid=batch.anchors.valid[:, : max(used, 1)],
-        )
-        block = blocks(batch.ids, batch.loss_mask, anchors, self.model.config.block_size)
+        block = blocks(batch.ids, batch.loss_mask, batch.anchors, self.model.config.block_size)
         embed = self.target.embed
         hidden = self.model.train_hidden(
-            features.taps, embed(batch.ids).float(), embed(block.prev).float(), anchors.positions
+            features.taps,
+            embed(batch.ids).float(),
+            embed(block.prev).float(),
+            batch.anchors.positions,
         )
         length = batch.ids.shape[1]
         first = torch.arange(len(batch.ids), device=batch.ids.device)[:, None, None] * length
