@@ -31,6 +31,7 @@ from dspark_kernels import attn_res, distill_loss, kda, kda_states, linear_kda, 
 from dspark_kernels import block_attention as block_attention_op
 from dspark_kernels import kda_decode as kda_decode_op
 from dspark_kernels import kda_linear as kda_linear_op
+from dspark_kernels import kda_output as kda_output_op
 from dspark_kernels import latent_write as latent_write_op
 from dspark_kernels import linear_rows as linear_rows_op
 from dspark_kernels import low_rank_rows as low_rank_rows_op
@@ -202,6 +203,7 @@ kda_linear = _op("kda_linear", kda_linear_op.kda_linear, "kda_linear_triton:kda_
 linear_kda_norm = linear_kda.norm_of_A
 """|A| of every block and head, for reports."""
 mla_decode = _op("mla_decode", mla_decode_op.mla_decode, "mla_decode_triton:mla_decode")
+kda_output = _op("kda_output", kda_output_op.kda_output, "kda_output_triton:kda_output")
 mla_output = _op("mla_output", mla_decode_op.mla_output, "mla_output_triton:mla_output")
 mla_absorb = _op("mla_absorb", latent_write_op.mla_absorb, "mla_absorb_triton:mla_absorb")
 latent_write = _op("latent_write", latent_write_op.latent_write, "latent_write_triton:latent_write")

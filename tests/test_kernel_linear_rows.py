@@ -85,6 +85,20 @@ def test_a_row_that_waits_in_registers(held: int, poison: None) -> None:
     _check(1, 144, 37, Plan(16, 16, 4, 1, held=held), more=True)
 
 
+@pytest.mark.parametrize("size", [0, 1 << 10, 1 << 30])
+def test_what_is_read_soon_changes_nothing(
+    size: int, poison: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much of the other weight is asked for, and NaN in it harms nobody."""
+    monkeypatch.setattr(kernel, "SOON_BYTES", size)
+    x, weight, norm, residual = _random(1, 1024, 24)
+    soon = torch.full((9, 48), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    more = {"norm": norm, "eps": EPS, "residual": residual}
+    assert kernel.refuses(x, weight, soon=soon, **more) is None
+    found = kernel.linear_rows(x, weight, soon=soon, **more)
+    assert torch.equal(found, kernel.linear_rows(x, weight, **more))
+
+
 @pytest.mark.parametrize("situ", [None, (4.0, 25.0)], ids=["silu", "situ"])
 @pytest.mark.parametrize("n", [1, 3])
 def test_gated_kernel(n: int, situ: plain.Situ, poison: None) -> None:

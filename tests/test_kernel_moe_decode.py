@@ -145,7 +145,7 @@ def test_kernel_without_a_latent_space(
 def test_one_row_whose_tiles_wait_in_registers(shared: int, poison: None) -> None:
     """The router's rows and the shared expert's; others are found too late for that."""
     cut = Plan(16, 32, 4, 1, held=2)
-    how = MoEPlan(cut, cut, Plan(16, 32, 4, 1), cut)
+    how = MoEPlan(cut, cut, cut)
     _check(_random(64, 6, 2, 32, shared, latent=None, packed=False), 1, how)
 
 

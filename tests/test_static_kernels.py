@@ -96,3 +96,29 @@ def test_every_kernel_of_the_pass_in_the_interpreter(
     follow(config, torch.bfloat16, torch.device("cpu"), (1, 4, 2))
     assert set(ops.ran().values()) == {"triton"}
     assert {"kda_decode", "mla_absorb", "mla_output", "linear_rows", "moe_decode"} <= set(ops.ran())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [WIDE, WIDE_PLAIN], ids=["k3", "kimi_linear"])
+def test_every_kernel_of_a_plain_step_in_the_interpreter(
+    config: K3Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One seat whose rows count at once: layers there are cut otherwise."""
+    if torch.cuda.is_available():
+        pytest.skip("test_gpu_graph.py does this on the GPU")
+    monkeypatch.setenv("DSPARK_OPS", "triton")
+    ops.forget()
+    reference, model = tiny_model(config), tiny_model(config)
+    pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
+    for (name, ours), theirs in pairs:
+        kept = torch.float32 if layout.is_float32(name) else torch.bfloat16
+        theirs.copy_(theirs.to(kept))
+        ours.data = theirs.to(kept)
+    decoder = StaticDecoder(model)
+    cache, oracle = decoder.new_cache(1, 20, slots=False), reference.new_cache(1, 20)
+    tokens = tiny_tokens(1, 1, config, seed=1)
+    expected = reference.lm_head(reference(tokens, oracle)[0])
+    found = decoder.logits(decoder.step(tokens, cache).last).float()
+    assert float((found - expected).norm() / expected.norm()) < LIMITS[torch.bfloat16]
+    assert set(ops.ran().values()) == {"triton"}
+    assert {"kda_output", "mla_absorb", "mla_output", "linear_rows", "moe_decode"} <= set(ops.ran())

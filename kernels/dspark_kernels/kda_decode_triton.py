@@ -18,6 +18,8 @@ from dspark_kernels.overlap import early
 
 MAX_ROWS = 16
 WIDTHS = (64, 128)
+WARPS = 8
+"""Of a program that takes a single row."""
 PROGRAMS = 264
 """Most programs of a launch on chains: two for each processor of an H200."""
 COLUMNS = 16
@@ -54,14 +56,9 @@ def kda_decode(
     check(R, T, upto, taps, fold)
     out = torch.empty((B, T, H * V), dtype=rows.dtype, device=rows.device)
     if T == 1 and R == 0 and fold:
-        given = (rows, decay, beta, gate, held_rows, state)
-        row_kernel[(B * H,)](
-            *given, decay if second is None else second, conv, A_log, dt_bias, norm, out,
-            K**-0.5, eps, 0.0 if lower_bound is None else lower_bound,
-            *(x.stride(0) for x in given[:5]), held_rows.stride(1), state.stride(0),
-            H=H, K=K, V=V, W=W, WP=triton.next_power_of_2(W),
-            R=16 if second is None else second.shape[2], FACTORS=0 if second is None else
-            len(second), BOUNDED=lower_bound is not None, num_warps=8, **early(),
+        one_row(
+            out, out, 1, WARPS, rows, decay, beta, gate, held_rows, state, conv, A_log, dt_bias,
+            norm, eps, lower_bound, second,
         )  # fmt: skip
         return out
     if second is not None:
@@ -107,6 +104,44 @@ def ahead_of(programs: int) -> bool:
     """Whether states are asked for ahead: where programs share a processor, whose registers a
     waiting state would take."""
     return programs > PROGRAMS // 2 and early()["EARLY"]
+
+
+def one_row(
+    out: Tensor,
+    squares: Tensor,
+    parts: int,
+    warps: int,
+    rows: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    gate: Tensor,
+    held_rows: Tensor,
+    state: Tensor,
+    conv: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm: Tensor,
+    eps: float,
+    lower_bound: float | None,
+    second: Tensor | None,
+) -> None:
+    """Rows that count at once into ``out``; see `row_kernel` for ``parts`` and ``squares``."""
+    B, H, K, V = state.shape
+    given = (rows, decay, beta, gate, held_rows, state)
+    row_kernel[(B * H * parts,)](
+        *given, decay if second is None else second, conv, A_log, dt_bias, norm, out, squares,
+        K**-0.5, eps, 0.0 if lower_bound is None else lower_bound,
+        *(x.stride(0) for x in given[:5]), held_rows.stride(1), state.stride(0),
+        H=H, K=K, V=V, W=len(conv), R=16 if second is None else second.shape[2], PARTS=parts,
+        FACTORS=0 if second is None else len(second), BOUNDED=lower_bound is not None,
+        AHEAD=_on_16_bytes(held_rows, H * K), num_warps=warps, **early(),
+    )  # fmt: skip
+
+
+def _on_16_bytes(held: Tensor, count: int) -> bool:
+    """Whether every head's rows begin where a copy may."""
+    steps = (*held.stride()[:2], count)
+    return all(x * held.element_size() % 16 == 0 for x in steps) and held.data_ptr() % 16 == 0
 
 
 def _limited(width: int, programs: int) -> dict[str, int]:

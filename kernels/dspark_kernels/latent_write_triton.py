@@ -16,12 +16,19 @@ exact_floats()
 
 
 @triton.jit
+def norm_weight(norm, R: tl.constexpr, R_PAD: tl.constexpr):
+    """[R_PAD]; no launch makes it, so it is read before any is waited for."""
+    r = tl.arange(0, R_PAD)
+    return tl.load(norm + r, mask=r < R, other=0.0)
+
+
+@triton.jit
 def write_row(
-    row, latents, scales, norm, lengths, counts, b, t, L, eps, latents_b, latents_l, scales_b,
+    row, latents, scales, by, lengths, counts, b, t, L, eps, latents_b, latents_l, scales_b,
     R: tl.constexpr, P: tl.constexpr, R_PAD: tl.constexpr, P_PAD: tl.constexpr,
     SCALED: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """Place row t of sequence b, to which ``row`` points."""
+    """Place row t of sequence b, to which ``row`` points; ``by``: the norm's weight [R_PAD]."""
     slot = tl.load(lengths + b) + t
     fits = slot < L
     if COUNTS:
@@ -30,7 +37,7 @@ def write_row(
     raw = tl.load(row + r, mask=r < R, other=0.0)
     c = raw.to(tl.float32)
     c = c * tl.rsqrt(tl.sum(c * c, axis=0) / R + eps)
-    c = c.to(raw.dtype).to(tl.float32) * tl.load(norm + r, mask=r < R, other=0.0).to(tl.float32)
+    c = c.to(raw.dtype).to(tl.float32) * by.to(tl.float32)
     c = c.to(raw.dtype).to(tl.float32)
     k = tl.load(row + R + p, mask=p < P, other=0.0).to(tl.float32)
     if SCALED:
@@ -51,11 +58,12 @@ def _write_kernel(
     SCALED: tl.constexpr, COUNTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
+    by = norm_weight(norm, R, R_PAD)
     wait(EARLY)
     pid = tl.program_id(0).to(tl.int64)
     b, t = pid // T, pid % T
     write_row(
-        rows + b * rows_b + t * rows_t, latents, scales, norm, lengths, counts, b, t, L, eps,
+        rows + b * rows_b + t * rows_t, latents, scales, by, lengths, counts, b, t, L, eps,
         latents_b, latents_l, scales_b, R, P, R_PAD, P_PAD, SCALED, COUNTS,
     )  # fmt: skip
 

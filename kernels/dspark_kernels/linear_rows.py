@@ -30,6 +30,7 @@ def linear_rows(
     norm: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
+    soon: Tensor | None = None,
 ) -> Tensor:
     """norm(x) W^T + residual.
 
@@ -39,6 +40,8 @@ def linear_rows(
         norm: [I]; None: no norm.
         eps: Of the norm.
         residual: [n, O]; never written.
+        soon: A contiguous weight that is read after what follows: a kernel may fetch its beginning
+            while memory has nothing else to do. It changes no result.
 
     Returns:
         [n, O] in the weight's dtype; sums are float32 or wider.

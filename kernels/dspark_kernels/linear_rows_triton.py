@@ -29,11 +29,16 @@ MOST_ASKED = (1 << 20) - 16
 AHEAD_BYTES = 8 << 20
 """Of a weight that is asked for before its turn. 20 MiB, or all, was no faster."""
 
+SOON_BYTES = 8 << 20
+"""Of the weight after next that are fetched while small launches leave memory idle."""
+
 
 @dataclass(frozen=True)
 class Plan:
     """How a product is cut. ``out``: outputs of a program; ``split``: parts of every sum; ``held``:
-    tiles of short rows that wait in registers, 0: rows stream through shared memory."""
+    tiles of short rows that wait in registers, 0: rows stream through shared memory; ``registers``:
+    most of a thread, where one program more on a processor is worth it, 0: as the compiler likes.
+    """
 
     out: int
     step: int
@@ -42,17 +47,23 @@ class Plan:
     split: int = 1
     dot: bool = False
     held: int = 0
+    registers: int = 0
+
+    def limits(self) -> dict[str, int]:
+        """What a launch adds to its arguments."""
+        limited = self.registers and torch.version.hip is None
+        return {"maxnreg": self.registers} if limited else {}
 
 
 @triton.jit
 def _sums(
-    x, norm, a, b, start, n,
+    x, norm, a, b, soon, start, n,
     I: tl.constexpr, SPAN: tl.constexpr, EVEN: tl.constexpr,  # noqa: E741
     BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, DUAL: tl.constexpr, DOT: tl.constexpr, HELD: tl.constexpr,
-    EARLY: tl.constexpr,
+    SOON: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Both sums as [BO, N] and the squares as [1 or BO, N]; N is 1 without DOT."""
+    """Both sums as [BO, N] and squares as [1, N]; without DOT parts of one row's, see `gemv`."""
     if DOT:
         wait(EARLY)
         rows = tl.arange(0, N)
@@ -61,30 +72,34 @@ def _sums(
         )
         square = square[None, :]
     elif HELD > 0:
-        one_a, one_b, one = gemv_held(x, norm, a, b, I, BO, BK, HELD, NORM, DUAL, EARLY)
-        acc_a = one_a[:, None]
-        acc_b = one_b[:, None]
-        square = one[:, None]
+        acc_a, acc_b, square = gemv_held(
+            x, norm, a, b, soon, I, BO, BK, HELD, NORM, DUAL, SOON, EARLY
+        )
     else:
-        one_a, one_b, one = gemv(
+        acc_a, acc_b, square = gemv(
             x, norm, a, b, start, I, SPAN, BO, BK, STAGES, NORM, DUAL, EVEN, EARLY
         )
-        acc_a = one_a[:, None]
-        acc_b = one_b[:, None]
-        square = one + tl.zeros([1, 1], tl.float32)
     return acc_a, acc_b, square
 
 
 @triton.jit
+def _added(acc, DOT: tl.constexpr):
+    """The parts of a row's sums added up: [.., 1]."""
+    return acc if DOT else tl.sum(acc, 1)[:, None]
+
+
+@triton.jit
 def _rows_kernel(
-    x, norm, weight, residual, out, parts, squares, n, eps,
+    x, norm, weight, residual, out, parts, squares, soon, n, eps,
     I: tl.constexpr, O: tl.constexpr,  # noqa: E741
     BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, DOT: tl.constexpr,
-    AHEAD: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, HELD: tl.constexpr, SOON: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     begin(EARLY)
     tile = tl.program_id(0)
+    if NORM:
+        ahead(norm, I, EARLY)
     part = tl.program_id(1)
     o = tile * BO + tl.arange(0, BO)
     if AHEAD > 0:
@@ -94,23 +109,30 @@ def _rows_kernel(
     SPAN: tl.constexpr = (I + SPLIT * BK - 1) // (SPLIT * BK) * BK
     EVEN: tl.constexpr = SPAN * SPLIT == I
     acc, _, square = _sums(
-        x, norm, a, a, part * SPAN, n, I, SPAN, EVEN, BO, BK, N, STAGES, NORM, False, DOT, HELD,
-        EARLY,
+        x, norm, a, a, soon + tile * SOON, part * SPAN, n, I, SPAN, EVEN, BO, BK, N, STAGES, NORM,
+        False, DOT, HELD, SOON, EARLY,
     )  # fmt: skip
     rows = tl.arange(0, N)
     at = rows[None, :] * O + o[:, None]
     inside = (rows < n)[None, :] & (o < O)[:, None]
+    if ADD and SPLIT == 1:
+        added = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    acc = _added(acc, DOT)
+    if NORM:
+        square = _added(square, DOT)
     if SPLIT > 1:
         tl.store(parts + part * n * O + at, acc, mask=inside)
         if NORM:
             tl.store(
-                squares + part * n + rows, tl.reshape(square, [N]), mask=(rows < n) & (tile == 0)
+                squares + part * n + rows,
+                tl.sum(square, 0) / square.shape[0],
+                mask=(rows < n) & (tile == 0),
             )
     else:
         if NORM:
             acc = acc * tl.rsqrt(square / I + eps)
         if ADD:
-            acc += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+            acc += added
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
 
 
@@ -157,9 +179,13 @@ def _gated_kernel(
         ahead(weight + (first + tl.full([], S, tl.int64)) * I, count, EARLY)
     SPAN: tl.constexpr = (I + BK - 1) // BK * BK
     gate, up, square = _sums(
-        x, norm, a, b, 0, n, I, SPAN, SPAN == I, BO, BK, N, STAGES, NORM, True, DOT, HELD, EARLY,
+        x, norm, a, b, weight, 0, n, I, SPAN, SPAN == I, BO, BK, N, STAGES, NORM, True, DOT, HELD,
+        0, EARLY,
     )  # fmt: skip
+    gate = _added(gate, DOT)
+    up = _added(up, DOT)
     if NORM:
+        square = _added(square, DOT)
         scale = tl.rsqrt(square / I + eps)
         gate = gate * scale
         up = up * scale
@@ -176,10 +202,11 @@ def linear_rows(
     norm: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
+    soon: Tensor | None = None,
 ) -> Tensor:
     """See `dspark_kernels.linear_rows.linear_rows`."""
     how = plan(x.shape[0], weight.shape[1], weight.shape[0])
-    return project(x, weight, norm, eps, residual, weight.dtype, how)
+    return project(x, weight, norm, eps, residual, weight.dtype, how, soon)
 
 
 def project(
@@ -190,6 +217,7 @@ def project(
     residual: Tensor | None,
     dtype: torch.dtype,
     how: Plan,
+    soon: Tensor | None = None,
 ) -> Tensor:
     """`linear_rows` by a given plan, with an output of any float dtype."""
     n, inputs, outputs = x.shape[0], x.shape[1], weight.shape[0]
@@ -198,12 +226,14 @@ def project(
     if how.split > 1:
         parts = torch.empty(how.split, n, outputs, dtype=torch.float32, device=x.device)
         squares = torch.empty(how.split, n, dtype=torch.float32, device=x.device)
-    _rows_kernel[(triton.cdiv(outputs, how.out), how.split)](
-        x, norm, weight, residual, out, parts, squares, n, eps,
+    tiles = triton.cdiv(outputs, how.out)
+    _rows_kernel[(tiles, how.split)](
+        x, norm, weight, residual, out, parts, squares, weight if soon is None else soon, n, eps,
         I=inputs, O=outputs, BO=how.out, BK=how.step, N=MAX_ROWS if how.dot else 1,
         STAGES=how.stages, SPLIT=how.split, NORM=norm is not None, ADD=residual is not None,
         DOT=how.dot, AHEAD=rows_ahead(weight, how.out // how.split), HELD=how.held,
-        num_warps=how.warps, **early(),
+        SOON=0 if soon is None or not how.held else share_of_soon(soon, tiles), num_warps=how.warps,
+        **how.limits(), **early(),
     )  # fmt: skip
     if how.split > 1:
         block = 256
@@ -243,12 +273,19 @@ def rows_ahead(weight: Tensor, most: int) -> int:
     return min(most, most * AHEAD_BYTES // (len(weight) * row), MOST_ASKED // row)
 
 
+def share_of_soon(soon: Tensor, programs: int) -> int:
+    """How many numbers of the next weight each program asks for: 16 bytes or a multiple."""
+    number = soon.element_size()
+    each = min(soon.numel() * number, SOON_BYTES) // programs // 16 * 16
+    return min(each, MOST_ASKED) // number
+
+
 def plan(n: int, inputs: int, outputs: int) -> Plan:
     """The measured best cut; the library's product was faster at no size that was measured."""
     if n == 1:
         step = _step(inputs, 1024)
         if step == 1024 and inputs <= HELD_INPUTS and outputs <= 4096:
-            return Plan(2, 512, 4, 1, held=inputs // 512)
+            return Plan(4, 512, 4, 1, held=inputs // 512)
         if held_tiles(inputs) and 4096 < outputs <= 32768:
             return Plan(16, HELD_STEP, 8, 1, held=4)
         if step == 1024 and outputs <= 4096:
@@ -267,6 +304,8 @@ def held_tiles(inputs: int) -> int:
 
 def gated_plan(n: int, inputs: int, width: int) -> Plan:
     """The same for two matrices at once."""
+    if n == 1 and held_tiles(inputs):
+        return Plan(2, HELD_STEP, 2, 1, held=held_tiles(inputs))
     if n == 1:
         return Plan(8, _step(inputs, 512), 4, 3)
     return Plan(64, _step(inputs, 128), 4, 3, dot=True)
@@ -287,6 +326,7 @@ def refuses(
     norm: Tensor | None = None,
     eps: float = 0.0,
     residual: Tensor | None = None,
+    soon: Tensor | None = None,
     situ: Situ = None,
 ) -> str | None:
     """Why the kernels cannot take this; None: they can."""
@@ -301,6 +341,8 @@ def refuses(
         return "a tensor is not contiguous"
     if weight.shape[1] % 16:
         return f"{weight.shape[1]} inputs are no multiple of 16"
+    if any(t.data_ptr() % 16 for t in (weight, norm, soon) if t is not None):
+        return "a weight does not begin on 16 bytes"
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return "gradients are wanted, and the kernel has no backward"
     return None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dspark_kernels.interpreted import allow_loops
 from dspark_kernels.interpreted_floats import exact_floats
-from dspark_kernels.latent_write_triton import per_sequence, write_row
+from dspark_kernels.latent_write_triton import norm_weight, per_sequence, write_row
 from dspark_kernels.latent_write_triton import refuses as refuses_write
 from dspark_kernels.mla_decode_triton import precision
 from dspark_kernels.overlap import begin, early, wait
@@ -72,10 +72,11 @@ def _absorb_kernel(
     begin(EARLY)
     pid = tl.program_id(0)
     if pid < n_rows:
+        by = norm_weight(norm, R, R_PAD)
         wait(EARLY)
         b, t = (pid // T).to(tl.int64), pid % T
         write_row(
-            rows + b * rows_b + t * rows_t, latents, scales, norm, lengths, counts, b, t, L, eps,
+            rows + b * rows_b + t * rows_t, latents, scales, by, lengths, counts, b, t, L, eps,
             latents_b, latents_l, scales_b, R, P, R_PAD, P_PAD, SCALED, COUNTS,
         )  # fmt: skip
     else:

@@ -27,13 +27,16 @@ from torch import Tensor
 from dspark_kernels.linear_rows import MAX_ROWS
 from dspark_kernels.linear_rows_triton import HELD_STEP, Plan, held_tiles, plan, project
 from dspark_kernels.moe_decode import Experts, MoE
-from dspark_kernels.moe_experts_triton import down, down_one, gate_up, gate_up_one
+from dspark_kernels.moe_experts_triton import down, gate_up
+from dspark_kernels.moe_one_triton import down_one, gate_up_one, router_one
 from dspark_kernels.moe_route_triton import combine, route
 from dspark_kernels.mxfp4 import GROUP
 from dspark_kernels.mxfp4_tile import LIFT
 from dspark_kernels.overlap import early
 
 CHUNK = 1024
+ROUTED = 2048
+"""Of a row's numbers that a warp of the router holds."""
 COMBINE = 512
 FEW = 64
 """Up to so many experts, every program finds its own: that costs less than a launch."""
@@ -46,8 +49,6 @@ class MoEPlan:
     inputs: Plan
     gate_up: Plan
     down: Plan
-    router: Plan = Plan(2, 1024, 4, 3)  # noqa: RUF009
-    """Of one row and few experts, where the router is a launch of its own."""
 
 
 def moe_decode(
@@ -173,7 +174,13 @@ def _gate_up_one(
         moe.experts.width,
         moe.shared,
     )
-    logits = project(x, moe.inputs[:E], norm, eps, None, torch.float32, how.router)
+    keys = torch.empty(E, dtype=torch.int64, device=x.device)
+    scores = torch.empty(E + 1, dtype=torch.float32, device=x.device)
+    z, scale, wide = torch.empty_like(x), scores[E:], triton.next_power_of_2(L)
+    router_one[(E,)](
+        x, norm, moe.inputs, moe.bias, keys, scores, z, scale, eps, L=L, LP=wide,
+        NORM=norm is not None, num_warps=max(1, wide // ROUTED), **early(),
+    )  # fmt: skip
     ids = torch.empty(1, k, dtype=torch.int32, device=x.device)
     weights = torch.empty(1, k, dtype=torch.float32, device=x.device)
     h = torch.empty(k, inner, dtype=x.dtype, device=x.device)
@@ -181,11 +188,11 @@ def _gate_up_one(
     beta, linear_beta = moe.situ or (1.0, 1.0)
     cut = how.gate_up
     gate_up_one[(triton.cdiv(max(inner, S), cut.out), k + (S > 0))](
-        logits, moe.bias, x, norm, moe.experts.w1, moe.experts.w3, moe.inputs[E:], ids, weights,
-        h, tail, eps, moe.scaling, beta, linear_beta, E=E, EP=triton.next_power_of_2(E), K=k,
-        INNER=inner, L=L, S=S, BO=cut.out, BK=cut.step, STAGES=cut.stages, NORM=norm is not None,
+        keys, scores, z, scale, moe.experts.w1, moe.experts.w3, moe.inputs[E:], ids, weights,
+        h, tail, moe.scaling, beta, linear_beta, E=E, EP=triton.next_power_of_2(E), K=k,
+        INNER=inner, L=L, S=S, BO=cut.out, BK=cut.step, STAGES=cut.stages,
         RENORM=moe.renormalise, SITU=moe.situ is not None, AHEAD=cut.out, HELD=cut.held,
-        num_warps=cut.warps, **early(),
+        num_warps=cut.warps, **cut.limits(), **early(),
     )  # fmt: skip
     return h, ids, weights, tail
 
@@ -198,8 +205,8 @@ def _down_one(
     out = torch.empty(1, L, dtype=h.dtype, device=h.device)
     down_one[(triton.cdiv(L, cut.out),)](
         h, ids, weights, moe.experts.w2, tail, moe.outputs, residual, out,
-        K=k, INNER=inner, L=L, S=S, BO=cut.out, BK=cut.step, ADD=residual is not None,
-        AHEAD=cut.out if S and S % 8 == 0 else 0, num_warps=cut.warps, **early(),
+        K=k, INNER=inner, L=L, S=S, BO=cut.out, BK=cut.step, HELD=cut.held,
+        ADD=residual is not None, num_warps=cut.warps, **cut.limits(), **early(),
     )  # fmt: skip
     return out
 
@@ -227,7 +234,7 @@ def moe_plan(n: int, moe: MoE) -> MoEPlan:
         return MoEPlan(inputs, _packed_cut(L), _packed_cut(inner))
     if n == 1:
         narrow = (
-            Plan(2, _step(inner, 1024), 8, 1)
+            Plan(4, _step(inner, 1024), 8, 1, held=9)
             if not moe.latent
             else Plan(8, _step(inner, 256), 2, 3)
         )

@@ -1,4 +1,4 @@
-"""The experts' own products: gate and up with the activation, then down; and both of one row.
+"""The experts' own products: gate and up with the activation, then down.
 
 A program is (tile of outputs, slot). See `moe_decode_triton` for slots. Row r's j-th choice is pair
 r k + j: its hidden row and its output have a place of their own.
@@ -13,9 +13,8 @@ import triton.language as tl
 
 from dspark_kernels import mxfp4_tile, rows_tile
 from dspark_kernels.interpreted import allow_loops
-from dspark_kernels.moe_route_triton import sort_key
 from dspark_kernels.mxfp4_tile import plane
-from dspark_kernels.overlap import ahead, begin, wait
+from dspark_kernels.overlap import begin, wait
 
 allow_loops()
 
@@ -77,9 +76,11 @@ def _one(
     if PACKED:
         acc_a, acc_b = mxfp4_tile.gemv(x, a, b, scale_a, scale_b, I, BO, BK, STAGES, DUAL)
     else:
-        acc_a, acc_b, _ = rows_tile.gemv(
+        sum_a, sum_b, _ = rows_tile.gemv(
             x, x, a, b, 0, I, I, BO, BK, STAGES, False, DUAL, True, False
         )
+        acc_a = tl.sum(sum_a, 1)
+        acc_b = tl.sum(sum_b, 1)
     return acc_a, acc_b
 
 
@@ -183,123 +184,3 @@ def down(
                     h + pair * INNER, a, a, scale, scale, INNER, BO, BK, STAGES, PACKED, False
                 )
                 tl.store(partial + pair * L + o, one, mask=o < L)
-
-
-@triton.jit
-def _hidden_one(
-    x, norm, a, b, out, o, width, eps, beta, linear_beta,
-    I: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,  # noqa: E741
-    NORM: tl.constexpr, SITU: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """out[o] = act(a norm(x), b norm(x))."""
-    if HELD > 0:
-        gate, up, square = rows_tile.gemv_held(
-            x, norm, a, b, I, BO, BK, HELD if EARLY else 1, NORM, True, EARLY
-        )
-    else:
-        gate, up, square = rows_tile.gemv(
-            x, norm, a, b, 0, I, I, BO, BK, STAGES, NORM, True, True, EARLY
-        )
-    if NORM:
-        scale = tl.rsqrt(square / I + eps)
-        gate = gate * scale
-        up = up * scale
-    value = rows_tile.activate(gate, up, beta, linear_beta, SITU)
-    tl.store(out + o, value.to(out.dtype.element_ty), mask=o < width)
-
-
-@triton.jit
-def gate_up_one(
-    logits, bias, x, norm, w1, w3, w_shared, ids, weights, h, tail,
-    eps, scaling, beta, linear_beta,
-    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, L: tl.constexpr,
-    S: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    NORM: tl.constexpr, RENORM: tl.constexpr, SITU: tl.constexpr, AHEAD: tl.constexpr,
-    HELD: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One row, few experts, no latent space: the slot-th best expert, found by every program.
-
-    An expert's rank is the number of better ones: EP^2 comparisons at once instead of k rounds and
-    a launch of their own. The first tile's programs write ids and weights. Slot 0 is the shared
-    expert where there is one: its weights are on their way while the router ends.
-    """
-    begin(EARLY)
-    slot = tl.program_id(1)
-    first = tl.program_id(0) * BO
-    o = first + tl.arange(0, BO)
-    if S > 0:
-        if slot == 0:
-            a = w_shared + tl.minimum(o, S - 1).to(tl.int64) * L
-            if AHEAD > 0:
-                at = w_shared + tl.minimum(first, S - 1).to(tl.int64) * L
-                count = tl.minimum(AHEAD, tl.maximum(S - first, 1)) * L
-                ahead(at, count, EARLY)
-                ahead(at + S * L, count, EARLY)
-            _hidden_one(
-                x, norm, a, a + S * L, tail, o, S, eps, beta, linear_beta,
-                L, BO, BK, STAGES, NORM, SITU, HELD, EARLY,
-            )  # fmt: skip
-            return
-        slot -= 1
-    wait(EARLY)
-    e = tl.arange(0, EP)
-    score = tl.sigmoid(tl.load(logits + e, mask=e < E, other=0.0))
-    key = sort_key(score + tl.load(bias + e, mask=e < E, other=0.0), e)
-    key = tl.where(e < E, key, -0x7FFFFFFFFFFFFFFF)
-    rank = tl.sum((key[None, :] > key[:, None]).to(tl.int32), 1)
-    expert = tl.sum(tl.where(rank == slot, e, 0), 0)
-    if tl.program_id(0) == 0:
-        weight = tl.sum(tl.where(rank == slot, score, 0.0), 0)
-        if RENORM:
-            weight = weight / (tl.sum(tl.where(rank < K, score, 0.0), 0) + 1e-20)
-        tl.store(ids + slot, expert)
-        tl.store(weights + slot, weight * scaling)
-    at = (expert.to(tl.int64) * INNER + tl.minimum(o, INNER - 1)) * L
-    _hidden_one(
-        x, norm, w1 + at, w3 + at, h + slot * INNER, o, INNER, eps, beta, linear_beta,
-        L, BO, BK, STAGES, NORM, SITU, HELD, False,
-    )  # fmt: skip
-
-
-@triton.jit
-def down_one(
-    h, ids, weights, w2, tail, w_shared, residual, out,
-    K: tl.constexpr, INNER: tl.constexpr, L: tl.constexpr, S: tl.constexpr,
-    BO: tl.constexpr, BK: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """One row: out = sum_j w_j W2_j h_j + W_shared tail + residual, in one pass.
-
-    A thread loads the numbers of h that its weights meet: no load waits for another thread.
-    """
-    begin(EARLY)
-    begin_o = tl.program_id(0) * BO
-    o = begin_o + tl.arange(0, BO)
-    if AHEAD > 0:
-        ahead(w_shared + begin_o.to(tl.int64) * S, tl.minimum(AHEAD, L - begin_o) * S, EARLY)
-    row = tl.minimum(o, L - 1).to(tl.int64)
-    acc = tl.zeros([BO, BK // 8], tl.float32)
-    at = tl.arange(0, BK)[None, :] + tl.zeros([BO, 1], tl.int32)
-    if S > 0:
-        a = w_shared + row * S
-        first = tl.load(a[:, None] + at, mask=at < S, other=0.0)
-        wait(EARLY)
-        x = tl.load(tail + at, mask=at < S, other=0.0)
-        acc += rows_tile.fold(first.to(tl.float32) * x.to(tl.float32), BO, BK)
-        for k in tl.static_range(BK, S, BK):
-            x = tl.load(tail + k + at, mask=k + at < S, other=0.0)
-            tile = tl.load(a[:, None] + k + at, mask=k + at < S, other=0.0)
-            acc += rows_tile.fold(tile.to(tl.float32) * x.to(tl.float32), BO, BK)
-    else:
-        wait(EARLY)
-    for j in tl.static_range(K):
-        a = w2 + (tl.load(ids + j).to(tl.int64) * L + row) * INNER
-        w = tl.load(weights + j)
-        for k in tl.static_range(0, INNER, BK):
-            x = tl.load(h + j * INNER + k + at)
-            tile = tl.load(a[:, None] + k + at)
-            acc += w * rows_tile.fold(tile.to(tl.float32) * x.to(tl.float32), BO, BK)
-    total = tl.sum(acc, 1)
-    if ADD:
-        total += tl.load(residual + o, mask=o < L, other=0.0).to(tl.float32)
-    tl.store(out + o, total.to(out.dtype.element_ty), mask=o < L)

@@ -17,16 +17,22 @@ import triton
 import triton.language as tl
 
 from dspark_kernels.interpreted_floats import exact_floats
-from dspark_kernels.overlap import wait
+from dspark_kernels.overlap import ahead, wait
 
 exact_floats()
+
+
+@triton.jit
+def once(at):
+    """Load what nobody reads again before it has left the caches: it goes first."""
+    return tl.load(at, eviction_policy="evict_first")
 
 
 @triton.jit
 def _tile(a, at, I: tl.constexpr, EVEN: tl.constexpr):  # noqa: E741
     """Columns ``at`` of weight rows; beyond the last one 0."""
     if EVEN:
-        tile = tl.load(a[:, None] + at[None, :])
+        tile = once(a[:, None] + at[None, :])
     else:
         tile = tl.load(a[:, None] + at[None, :], mask=(at < I)[None, :], other=0.0)
     return tile
@@ -56,7 +62,8 @@ def gemv(
     STAGES: tl.constexpr, NORM: tl.constexpr, DUAL: tl.constexpr, EVEN: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row. x, norm: pointers; a, b: pointers [BO] to weight rows. Sums [BO], [BO], scalar.
+    """One row. x, norm: pointers; a, b: pointers [BO] to weight rows. Sums [BO, BK / 8] of both,
+    and of the squares [1, BK / 8], which are still to be added up along their last dimension.
 
     Inputs start .. start + SPAN; EVEN: all of them are inside I. EARLY: the first tile is on its
     way before x need be there.
@@ -86,19 +93,20 @@ def gemv(
         acc_a += fold(tile_a.to(tl.float32) * row[None, :], BO, BK)
         if DUAL:
             acc_b += fold(tile_b.to(tl.float32) * row[None, :], BO, BK)
-    return tl.sum(acc_a, 1), tl.sum(acc_b, 1), tl.sum(square, 0)
+    return acc_a, acc_b, square[None, :]
 
 
 @triton.jit
 def gemv_held(
-    x, norm, a, b,
+    x, norm, a, b, soon,
     I: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, HELD: tl.constexpr,  # noqa: E741
-    NORM: tl.constexpr, DUAL: tl.constexpr, EARLY: tl.constexpr,
+    NORM: tl.constexpr, DUAL: tl.constexpr, SOON: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """`gemv` of short rows, I a multiple of BK: HELD tiles are in registers before x is there.
 
     Every thread loads the numbers of x that its own weights meet: no thread waits for another
-    before the last sum. Sums [BO], [BO], and the squares as [BO], all of them the same.
+    before the last sum. Sums [BO, BK / 8] of both and of the squares, as of `gemv`. SOON: numbers
+    from ``soon`` on that are asked for when x is there.
     """
     like: tl.constexpr = a.dtype.element_ty
     at = tl.arange(0, BK)[None, :] + tl.zeros([BO, 1], tl.int32)
@@ -108,19 +116,21 @@ def gemv_held(
     tiles_a = ()
     tiles_b = ()
     for k in tl.static_range(0, min(HELD * BK, I), BK):
-        tiles_a = tiles_a + (tl.load(a[:, None] + (k + at)),)  # noqa: RUF005
+        tiles_a = tiles_a + (once(a[:, None] + (k + at)),)  # noqa: RUF005
         if DUAL:
-            tiles_b = tiles_b + (tl.load(b[:, None] + (k + at)),)  # noqa: RUF005
+            tiles_b = tiles_b + (once(b[:, None] + (k + at)),)  # noqa: RUF005
     wait(EARLY)
+    if SOON > 0:
+        ahead(soon, SOON, EARLY, True)
     for k in tl.static_range(0, I, BK):
         if k < HELD * BK:
             tile_a = tiles_a[k // BK]
             if DUAL:
                 tile_b = tiles_b[k // BK]
         else:
-            tile_a = tl.load(a[:, None] + (k + at))
+            tile_a = once(a[:, None] + (k + at))
             if DUAL:
-                tile_b = tl.load(b[:, None] + (k + at))
+                tile_b = once(b[:, None] + (k + at))
         row = tl.load(x + k + at).to(tl.float32)
         if NORM:
             square += fold(row * row, BO, BK)
@@ -128,7 +138,7 @@ def gemv_held(
         acc_a += fold(tile_a.to(tl.float32) * row, BO, BK)
         if DUAL:
             acc_b += fold(tile_b.to(tl.float32) * row, BO, BK)
-    return tl.sum(acc_a, 1), tl.sum(acc_b, 1), tl.sum(square, 1)
+    return acc_a, acc_b, square
 
 
 @triton.jit

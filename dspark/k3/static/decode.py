@@ -126,7 +126,7 @@ class StaticDecoder:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         tapped: dict[int, Tensor] = {}
         for i, layer in enumerate(self.weights.layers):
-            x = self._attend(layer, x, rows, norm=layer.mixer_norm, residual=x)
+            x = self._attend(layer, x, rows, self._soon(i), norm=layer.mixer_norm, residual=x)
             x = self._transform(layer, x, rows, norm=layer.mlp_norm, residual=x)
             if taps is not None and i in taps.layer_ids:
                 tapped[i] = x
@@ -149,7 +149,8 @@ class StaticDecoder:
             held += starts
             if not raw and i - 1 in wanted:
                 tapped[i - 1] = h
-            prefix = self._attend(layer, normed, rows, residual=None if starts else prefix)
+            residual = None if starts else prefix
+            prefix = self._attend(layer, normed, rows, self._soon(i), residual=residual)
             _, normed = self._read(prefix, bank, held, layer.mlp_key, layer.mlp_norm)
             prefix = self._transform(layer, normed, rows, residual=prefix)
             if raw and i in wanted:
@@ -174,22 +175,44 @@ class StaticDecoder:
         eps = self.config.rms_norm_eps
         return ops.attn_res_mix(prefix, bank, count, key, eps, norm, eps, append=append)
 
+    def _soon(self, i: int) -> Tensor:
+        """The weight that is read first behind layer i."""
+        layers = self.weights.layers
+        return layers[i + 1].mixer.inputs if i + 1 < len(layers) else self.weights.head
+
     def _attend(
         self,
         layer: LayerWeights,
         x: Tensor,
         rows: _Rows,
+        soon: Tensor,
         *,
         norm: Tensor | None = None,
         residual: Tensor | None,
     ) -> Tensor:
+        """``soon``: the weight behind this layer's MLP, which waits for a router first."""
         mixer = layer.mixer
         inputs = ops.linear_rows(x, mixer.inputs, norm=norm, eps=self.config.rms_norm_eps)
-        if isinstance(mixer, KDAWeights):
-            out = self._kda(mixer, inputs, rows)
-        else:
+        if isinstance(mixer, MLAWeights):
             out = self._mla(mixer, inputs, rows)
-        return ops.linear_rows(out, mixer.output, residual=residual)
+        elif rows.batch == 1 and rows.count == 1 and rows.cache.folds:
+            return self._kda_row(mixer, inputs, rows, residual, soon)
+        else:
+            out = self._kda(mixer, inputs, rows)
+        return ops.linear_rows(out, mixer.output, residual=residual, soon=soon)
+
+    def _kda_row(
+        self, w: KDAWeights, inputs: Tensor, rows: _Rows, residual: Tensor | None, soon: Tensor
+    ) -> Tensor:
+        """`_kda` and the projection of a single row that counts at once."""
+        raw, gate, decay, beta = (x.view(1, 1, -1) for x in inputs.split(w.splits, dim=-1))
+        index = rows.linear
+        rows.linear += 1
+        return ops.kda_output(
+            raw, decay, beta, gate, rows.cache.rows[index], rows.cache.state[index], w.conv,
+            w.A_log, w.dt_bias, w.norm, self.config.rms_norm_eps, self.config.kda_gate_lower_bound,
+            w.second, w.output, residual, soon,
+        )  # fmt: skip
 
     def _kda(self, w: KDAWeights, inputs: Tensor, rows: _Rows) -> Tensor:
         """[n, HK] of the packed products [n, O] of one KDA layer."""
