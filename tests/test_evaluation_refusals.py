@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 from dspark.distill.config import DistillConfig
 from dspark.errors import UserError
+from dspark_eval import decode_speed, k3_layers, offload_overlap
 from dspark_eval.acceptance import run_eval
 from dspark_eval.baselines.__main__ import main as baselines
 from dspark_eval.baselines.rows import RunData
@@ -64,4 +66,24 @@ def test_answers_of_the_real_text_study_that_cannot_be_asked_for(
     given: list[str], what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert real_text(["answer", str(tmp_path), *given]) == 2
+    assert what in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", [decode_speed, k3_layers, offload_overlap])
+@pytest.mark.parametrize(
+    ("device", "what"),
+    [
+        ("cuda", "--device cuda: torch sees no usable GPU"),
+        ("gpu", "--device: expected cpu, cuda or cuda:N; got 'gpu'"),
+    ],
+)
+def test_a_device_that_is_not_there(
+    module: Any,
+    device: str,
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert module.main(["--device", device]) == 2
     assert what in capsys.readouterr().err

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from dspark import ops
 from dspark.console import Parser, module_command
+from dspark.devices import find_device
 from dspark.errors import UserError
 from dspark.files import atomic_write_json
 from dspark.k3.config import K3Config
@@ -182,7 +183,7 @@ def measure_rows(layer: Layer, rows: int, context: int, count: int) -> dict[str,
 @torch.inference_mode()
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Every kind of layer at every number of rows, as a document."""
-    device = torch.device(options.device)
+    device = find_device(options.device, "--device")
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     ops.forget()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from dspark.console import Parser, module_command
+from dspark.devices import find_device
 from dspark.errors import UserError
 from dspark.files import atomic_write_json
 from dspark.k3.snapshot import Snapshot
@@ -53,7 +54,7 @@ def send(idle: Sequence[Snapshot]) -> list[Snapshot]:
 @torch.inference_mode()
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Frames, copies, and both, each in turn and the median of `TIMES`."""
-    device = torch.device(options.device)
+    device = find_device(options.device, "--device")
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
     target = K3Target(random_model(SHAPES[options.shape], device, dtype), options.shape, ())
