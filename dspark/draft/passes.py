@@ -77,7 +77,10 @@ def run_layers(
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`attention.rms_norm` of half-precision rows x [..., D] under a float32 weight: float32."""
+    """RMS norm of half-precision rows x [..., D] under a float32 weight: float32.
+
+    `attention.rms_norm` rounds to half before the weight; here nothing is rounded.
+    """
     out: Tensor = _Norm.apply(x, weight, eps)
     return out
 

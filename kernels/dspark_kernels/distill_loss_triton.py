@@ -73,11 +73,11 @@ def pull(
 
 
 def _tile(vocabulary: int, most: int) -> int:
-    return max(8, min(most, triton.next_power_of_2(vocabulary)))
+    return max(32, min(most, triton.next_power_of_2(vocabulary)))
 
 
 def _warps(tile: int) -> int:
-    """No more threads than lanes: two that do the same sums would both write them down."""
+    """No more threads than columns of a tile: two with the same sums would both write them."""
     return max(1, min(WARPS, tile // (8 * 32)))
 
 

@@ -52,12 +52,12 @@ def _convolved(held_ptr, rows_ptr, conv_ptr, i, n, at, real, s_ht, s_rt, C, W: g
     """
     x = gl.load(conv_ptr + at + 0 * i) * 0.0
     for w in gl.static_range(W):
-        behind = i + w - (W - 1) - n
-        held = real & (behind < 0)
+        back = i + w - (W - 1) - n
+        held = real & (back < 0)
         u = gl.load(held_ptr + (i + w) * s_ht + at, mask=held, other=0.0).to(gl.float32)
         if NEW:
-            new = real & (behind >= 0)
-            u += gl.load(rows_ptr + behind * s_rt + at, mask=new, other=0.0).to(gl.float32)
+            new = real & (back >= 0)
+            u += gl.load(rows_ptr + back * s_rt + at, mask=new, other=0.0).to(gl.float32)
         x += u * gl.load(conv_ptr + w * C + at)
     return x * sigmoid(x)
 
