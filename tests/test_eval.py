@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dspark.distill.prompts import PromptRow, read_prompts
@@ -25,7 +26,7 @@ EVALUATION_KEYS = {
     "accepted_length_percentiles", "loop_share", "accepted_length_without_loops",
     "context_buckets", "warnings", "finished_share", "exact_answers", "confidence", "samples",
     "lengths_by_entropy", "estimates", "positions", "entropy", "thresholds", "goodput", "task",
-    "plain", "lossless", "served",
+    "plain", "lossless", "served", "emitted", "rounds",
 }  # fmt: skip
 
 
@@ -148,6 +149,15 @@ def test_values_of_a_set(evaluated):
     assert 0 <= suite["loop_share"] <= 1
     assert suite["exact_answers"] in (0.0, 1.0)  # one of the three rows carries an answer
     assert evaluated[0]["suites"]["second"]["exact_answers"] is None
+
+
+def test_the_interval_can_be_drawn_again_from_the_counts_of_prompts(evaluated):
+    suite = evaluated[0]["suites"]["prompts"]
+    emitted, rounds = np.array(suite["emitted"]), np.array(suite["rounds"])
+    assert suite["accepted_length"] == pytest.approx(emitted.sum() / rounds.sum(), rel=1e-12)
+    draws = np.random.default_rng(1).integers(3, size=(20_000, 3))
+    low, high = np.quantile(emitted[draws].sum(1) / rounds[draws].sum(1), (0.025, 0.975))
+    assert suite["accepted_length_ci95"] == pytest.approx([low, high], rel=0.02)
 
 
 def test_plain_decoding_is_null_because_it_does_not_run(evaluated):

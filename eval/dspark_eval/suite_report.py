@@ -63,6 +63,8 @@ def eval_suite(run: SuiteRun, advance: Callable[[], None]) -> dict[str, Any]:
             relaxed=_relaxation(run, prompts, held, grades),
         ),
         "n_rounds": len(rounds),
+        "emitted": [sum(record.emitted for record in own) for own in by_prompt],
+        "rounds": [len(own) for own in by_prompt],
         "n_turns": len(turns),
         "prompts_available": run.suite.available,
         "prompts_sha256": hash_tokens(prompts),

@@ -91,6 +91,8 @@ FROM_TARGET = ("deep",)
 
 def find_arm(name: str) -> Arm:
     """The arm of that name. Raises UserError with the known ones."""
+    if name == CHOSEN:
+        raise UserError(f"--arm: name the drafter to train, one of {', '.join(ARMS)}")
     if name not in ARMS:
         raise UserError(f"{name}: no such drafter; expected one of {', '.join(ARMS)}")
     return ARMS[name]
