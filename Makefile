@@ -47,7 +47,7 @@ test: $(VENV)/.oracles  ## the fast tier on CPU (under 15 minutes on 2 cores)
 	$(PYTEST) -m "not slow and not gpu"
 
 test-slow: $(VENV)/.oracles  ## the slow tier on CPU
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) --no-loadscope-reorder -m "slow and not gpu"
 
 # Triton in a folder of its own: beside fla it makes models of transformers look for a GPU.
 TRITON := triton==3.6.0

@@ -37,8 +37,13 @@ if find_spec("triton") is None:
     collect_ignore_glob = ["test_kernel_*.py", "test_static_kernels.py"]
 
 
+LONG_FILES = ("test_nano_calibration.py", "test_kills.py")
+"""Minutes each: begun last, they would keep one process busy after the others are done."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests skip where there is no GPU; everything else that is missing is an error."""
+    """Long files first. GPU tests skip where there is no GPU; what else is missing is an error."""
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="needs a CUDA or ROCm device")
