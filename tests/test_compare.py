@@ -61,7 +61,12 @@ def test_every_contender_answers_as_plain_decoding_does(
 ) -> None:
     names = (str(pair.draft), "lookup", f"model:{pair.target}", *baselines)
     options = CompareOptions(
-        names, pair.target, (str(pair.prompts),), max_new_tokens=12, out=tmp_path, quiet=True
+        contenders=names,
+        target=pair.target,
+        suites=(str(pair.prompts),),
+        max_new_tokens=12,
+        out=tmp_path,
+        quiet=True,
     )
     document = run_compare(options)
     assert json.loads(json.dumps(document)) == json.loads((tmp_path / "compare.json").read_text())
@@ -83,9 +88,9 @@ def test_every_contender_answers_as_plain_decoding_does(
 
 def test_the_same_prompts_and_seeds_give_the_same_answers_twice(pair: TinyPair) -> None:
     options = CompareOptions(
-        (str(pair.draft), "lookup"),
-        pair.target,
-        (str(pair.prompts),),
+        contenders=(str(pair.draft), "lookup"),
+        target=pair.target,
+        suites=(str(pair.prompts),),
         max_new_tokens=10,
         temperature=1.0,
         quiet=True,
@@ -163,6 +168,11 @@ def test_ratios_speed_and_mismatches_by_hand() -> None:
         (["--compare", "lookup", "plain", "--run-code"], "--run-code: means something for one"),
         (["--compare", "lookup", "plain", "--n-prompts", "0"], "--n-prompts: expected 1 or more"),
         (
+            ["--compare", "lookup", "plain", "--threads", "0"],
+            "--threads: expected 1 or more; got 0",
+        ),
+        (["--compare", "lookup", "plain", "--dtype", "foo"], "--dtype: expected one of float32"),
+        (
             ["--compare", "lookup", "plain", "--protocol", "dspark-paper", "--temperature", "0"],
             "--temperature: protocol dspark-paper has 1.0, not 0.0",
         ),
@@ -194,7 +204,10 @@ def test_a_protocol_and_what_differs_from_it_stand_with_the_numbers(
 
 def test_a_draft_length_beyond_a_block_is_refused(pair: TinyPair) -> None:
     options = CompareOptions(
-        ("lookup", str(pair.draft)), pair.target, (str(pair.prompts),), draft_length=BLOCK_SIZE + 1
+        contenders=("lookup", str(pair.draft)),
+        target=pair.target,
+        suites=(str(pair.prompts),),
+        draft_length=BLOCK_SIZE + 1,
     )
     with pytest.raises(UserError, match=f"drafts at most {BLOCK_SIZE}"):
         run_compare(options)

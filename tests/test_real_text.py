@@ -30,7 +30,7 @@ from dspark.taps import TapSet
 from dspark_eval.real_text import schedule, wide
 from dspark_eval.real_text.__main__ import main
 from dspark_eval.real_text.answers import Asked, check_asked
-from dspark_eval.real_text.arms import REFERENCE, TRIED
+from dspark_eval.real_text.arms import CHOSEN, REFERENCE, TRIED, find_arm
 from dspark_eval.real_text.chosen import choose, real_name
 from dspark_eval.real_text.prompts import Unseen, refuse_seen, training_prompts
 from dspark_eval.real_text.reuse import is_there
@@ -407,3 +407,8 @@ def test_written_prompts_of_another_number_are_refused(tmp_path: Path) -> None:
     assert [row.messages[0]["content"] for row in rows] == ["Count to nine.", "Count to ten."]
     with pytest.raises(UserError, match="7 prompts were asked for, not 8"):
         read_written(tmp_path, 8)
+
+
+def test_training_asks_for_the_arm_that_nobody_named() -> None:
+    with pytest.raises(UserError, match="--arm: name the drafter to train, one of deepspec"):
+        find_arm(CHOSEN)

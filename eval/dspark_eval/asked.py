@@ -35,15 +35,9 @@ def check_folder(name: str, path: Path) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """Options of one call.
+class Decoding:
+    """Options of any call. target: "nano" or a checkpoint folder. quiet: print nothing."""
 
-    draft: folder of the drafter. target: "nano" or a checkpoint folder. cost_model: file of step
-    times; None: `cost_model.json` beside the drafter, if there is one. profile: measure step times
-    first, write them there and use them. quiet: print nothing.
-    """
-
-    draft: str | Path
     target: str | Path = "nano"
     n_prompts: int | None
     max_new_tokens: int = 256
@@ -53,13 +47,10 @@ class Asked:
     threads: int | None = None
     device: str = "cpu"
     dtype: str = "float32"
-    cost_model: Path | None = None
-    profile: bool = False
     quiet: bool = False
 
     def check(self) -> None:
         """Raises UserError naming the option that is wrong."""
-        require(bool(str(self.draft)), "--draft: expected the folder of a drafter; got nothing")
         require(
             self.max_new_tokens >= 2,
             f"--max-new-tokens: expected 2 or more, the first token is not decoded by a round; "
@@ -84,6 +75,24 @@ class Asked:
             f"--dtype: expected one of {', '.join(DTYPES)}; got {self.dtype!r}",
         )
         check_device_name(self.device, "--device")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked(Decoding):
+    """Options of one call with a drafter.
+
+    draft: its folder. cost_model: file of step times; None: `cost_model.json` beside the drafter,
+    if there is one. profile: measure step times first, write them there and use them.
+    """
+
+    draft: str | Path
+    cost_model: Path | None = None
+    profile: bool = False
+
+    def check(self) -> None:
+        """Raises UserError naming the option that is wrong."""
+        require(bool(str(self.draft)), "--draft: expected the folder of a drafter; got nothing")
+        super().check()
         if self.profile:
             check_file("--cost-model", self.cost_model)
 

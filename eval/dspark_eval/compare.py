@@ -31,7 +31,7 @@ from dspark.runtime.records import Generation
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.target import Target
 from dspark_eval import metrics
-from dspark_eval.asked import PUBLISHED_SEED
+from dspark_eval.asked import Decoding
 from dspark_eval.compare_figures import held_against_the_law, summaries
 from dspark_eval.compare_table import markdown
 from dspark_eval.contenders import PLAIN, Contender, chat_of, open_contender
@@ -47,8 +47,8 @@ COMPARE_FILE, TABLE_FILE = "compare.json", "compare.md"
 SCHEMA_VERSION = 1
 
 
-@dataclass(frozen=True)
-class CompareOptions:
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(Decoding):
     """One call. `contenders`: see `contenders.py`; the first is what others are compared with.
 
     draft_length: None: each its own block. n_prompts, suite_dir: see `load_suites`. out: folder for
@@ -57,23 +57,14 @@ class CompareOptions:
     """
 
     contenders: tuple[str, ...]
-    target: str | Path = "nano"
     suites: tuple[str, ...] = ("nano",)
     n_prompts: int | None = 100
-    max_new_tokens: int = 256
     draft_length: int | None = None
     verification: str = "token"
     temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = PUBLISHED_SEED
-    threads: int | None = None
-    device: str = "cpu"
-    dtype: str = "float32"
     out: Path | None = None
     suite_dir: Path | None = None
     protocol: str | None = None
-    quiet: bool = False
 
     def __post_init__(self) -> None:
         names = self.contenders
@@ -83,11 +74,7 @@ class CompareOptions:
             raise UserError(f"--compare: each once; got {', '.join(names)}")
         if names[0] == PLAIN:
             raise UserError("--compare plain ...: expected a drafter first, the others' reference")
-        for option, low in (("n_prompts", 1), ("max_new_tokens", 2), ("seed", 0)):
-            value = getattr(self, option)
-            if value is not None and value < low:
-                flag = option.replace("_", "-")
-                raise UserError(f"--{flag}: expected {low} or more; got {value}")
+        self.check()
         if self.draft_length is not None and self.draft_length < 1:
             raise UserError(f"--draft-length: expected 1 or more; got {self.draft_length}")
         if self.verification not in get_args(Method):

@@ -140,14 +140,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 @module_command
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> None:
     """Measure and print."""
     options = parse(arguments)
     found = measure(options)
     print(report(found), flush=True)
     if options.json is not None:
         atomic_write_json(options.json, found)
-    return 0
 
 
 if __name__ == "__main__":
