@@ -30,6 +30,7 @@ from dspark.generation.asked import endings, prompt_ids, read_prompt, rules_of
 from dspark.generation.options import GenerateOptions
 from dspark.generation.reader import Piece, Reader
 from dspark.generation.screen import PICTURE_WIDTH, Marked, Plain, Silent
+from dspark.reading import reading_bar
 from dspark.runtime.cost_model import COST_MODEL_FILE, CostModel, load_cost_model
 from dspark.runtime.decode import SpeculativeDecoder
 from dspark.runtime.loading import load_target
@@ -166,16 +167,17 @@ def _decode(
             method=options.method,
         )
     try:
-        generation: Generation = generate(
-            ids,
-            max_new_tokens=options.max_new_tokens,
-            sampling=options.sampling(),
-            rules=rules_of(options, loaded.tokenizer),
-            stop=stop if stop.strings else None,
-            end_token_ids=ends,
-            seed=options.seed,
-            on_round=read,
-        )
+        with reading_bar(quiet=options.json):
+            generation: Generation = generate(
+                ids,
+                max_new_tokens=options.max_new_tokens,
+                sampling=options.sampling(),
+                rules=rules_of(options, loaded.tokenizer),
+                stop=stop if stop.strings else None,
+                end_token_ids=ends,
+                seed=options.seed,
+                on_round=read,
+            )
     except KeyboardInterrupt:
         return None
     return Account.of(generation)

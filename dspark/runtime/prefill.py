@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +29,29 @@ PREFILL_CHUNK = 2048
 
 TokenCallback = Callable[[list[int]], None]
 """Receives every new token exactly once, in order, a few at a time."""
+
+ReadCallback = Callable[[int, int], None]
+"""Receives how many tokens of a text have been read, and how many there are: before the first pass,
+and after each. On an accelerator a pass may still be queued then."""
+
+_on_read: ContextVar[ReadCallback | None] = ContextVar("on_read", default=None)
+
+
+@contextmanager
+def watch_reading(on_read: ReadCallback) -> Iterator[None]:
+    """Inside, every text that is read pass by pass says how far it is."""
+    before = _on_read.set(on_read)
+    try:
+        yield
+    finally:
+        _on_read.reset(before)
+
+
+def say_read(read: int, total: int) -> None:
+    """Tell whoever watches; nobody, as a rule."""
+    on_read = _on_read.get()
+    if on_read is not None:
+        on_read(read, total)
 
 
 def check_request(target: Target, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
@@ -94,6 +119,7 @@ def read_prompt(
 ) -> Tensor:
     """The part of `prefill` before sampling: the last hidden state of a prompt, [1, D]."""
     last = None if prefix is None else prefix.hidden
+    say_read(0 if prefix is None else prefix.start, len(prompt_ids))
     for start, stop in _chunks(len(prompt_ids), chunk, prefix):
         rows = torch.tensor([list(prompt_ids[start:stop])], device=target.device)
         out = target.forward(rows, cache, taps=taps, commit=True)
@@ -101,6 +127,7 @@ def read_prompt(
             on_taps(out.taps)
         last = out.hidden[:, -1].clone()
         del rows, out
+        say_read(stop, len(prompt_ids))
         if prefix is not None and stop in prefix.stops:
             prefix.keep(last)
     assert last is not None, "check_request refuses an empty prompt"

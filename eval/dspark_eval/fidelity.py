@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.runtime.prefill import PREFILL_CHUNK
+from dspark.runtime.prefill import PREFILL_CHUNK, say_read
 from dspark.runtime.sampling import SamplingParams, to_probs
 from dspark.runtime.target import Target
 from dspark_eval.lossless.statistics import ALPHA, FEWEST, detectable, fit
@@ -87,10 +87,12 @@ def logits_of_answer(
     """Chunks of ([n, V] float32 logits, [n] answer tokens that stand there), in order."""
     ids = torch.tensor([[*prompt, *answer]], device=target.device)
     cache = target.new_cache(1, ids.shape[1])
-    first = len(prompt) - 1  # the row that gives the answer's first token
-    for start in range(0, ids.shape[1] - 1, PREFILL_CHUNK):
-        stop = min(start + PREFILL_CHUNK, ids.shape[1] - 1)
+    first, total = len(prompt) - 1, ids.shape[1] - 1  # first: its row gives the first token
+    say_read(0, total)
+    for start in range(0, total, PREFILL_CHUNK):
+        stop = min(start + PREFILL_CHUNK, total)
         hidden = target.forward(ids[:, start:stop], cache, commit=True).hidden[0]
+        say_read(stop, total)
         for row in range(max(first, start), stop, ROWS):
             end = min(row + ROWS, stop)
             logits = target.logits(hidden[row - start : end - start]).float()

@@ -17,6 +17,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from dspark.reading import shown_in
 from dspark.wording import counted
 from dspark_eval.cells import NOT_MEASURED, interval, number, percent, rate
 from dspark_eval.fitting import show
@@ -37,7 +38,10 @@ Run = dict[str, Any]
 
 @contextmanager
 def progress(title: str, total: int, quiet: bool = False) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after each step. Draws on stderr, and only on a terminal."""
+    """Yield a function to call after each step. Draws on stderr, and only on a terminal.
+
+    Inside, a prompt that takes long to read has a line of its own.
+    """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     hidden = quiet or not console.is_terminal
@@ -45,7 +49,8 @@ def progress(title: str, total: int, quiet: bool = False) -> Iterator[Callable[[
         *columns, TimeRemainingColumn(), console=console, disable=hidden, transient=True
     ) as bar:
         task = bar.add_task(title, total=total)
-        yield lambda: bar.advance(task)
+        with shown_in(bar):
+            yield lambda: bar.advance(task)
 
 
 def print_bench(runs: Sequence[Run], console: Console | None = None) -> None:
