@@ -12,6 +12,7 @@ from dspark.k3 import mxfp4
 from dspark.k3.config import K3Config
 from dspark.k3.model import K3ForCausalLM
 from dspark.k3.moe import LatentMoE
+from dspark_kernels import linear_rows_triton
 from dspark_kernels import moe_decode as plain
 from dspark_kernels import moe_decode_triton as kernel
 from dspark_kernels import mxfp4 as plain_mxfp4
@@ -75,7 +76,7 @@ def _rows(n: int, D: int) -> tuple[Tensor, Tensor, Tensor]:
 def _whole_tiles(n: int, packed: bool = False, dot: bool = True) -> MoEPlan:
     """Few and large programs: the interpreter pays for each. Packed experts step by words."""
     dot = dot and n > 1
-    cut = Plan(32, 4 if packed else 32, 4, 2, dot=dot)
+    cut = Plan(32, 4 if packed else 32, 4, 2, dot=dot, held=int(n == 1))
     return MoEPlan(Plan(64, 32, 4, 2, dot=n > 1), cut, cut)
 
 
@@ -142,11 +143,44 @@ def test_kernel_without_a_latent_space(
 
 
 @pytest.mark.parametrize("shared", [0, 48])
-def test_one_row_whose_tiles_wait_in_registers(shared: int, poison: None) -> None:
-    """The router's rows and the shared expert's; others are found too late for that."""
-    cut = Plan(16, 32, 4, 1, held=2)
-    how = MoEPlan(cut, cut, cut)
-    _check(_random(64, 6, 2, 32, shared, latent=None, packed=False), 1, how)
+@pytest.mark.parametrize("tiles", [1, 3, 5])
+def test_one_row_in_programs_of_several_tiles(shared: int, tiles: int, poison: None) -> None:
+    """Shared expert and experts of other widths than a tile; 64 outputs are 2 programs of 48, or of
+    80 with most of the last beyond the end."""
+    wide = Plan(16, 32, 4, 1, held=2)
+    how = MoEPlan(wide, wide, Plan(16, 64, 4, 1, tiles=tiles))
+    _check(_random(64, 6, 2, 96, shared, latent=None, packed=False), 1, how)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(256, 3, 3, 32, 0), (512, 4, 1, 288, 16), (256, 5, 2, 32, 96), (96, 4, 2, 32, 32)]
+)
+def test_one_row_by_steps_of_its_plan(sizes: tuple[int, ...], poison: None) -> None:
+    """A shared expert narrower and wider than the others, none, and a row that no tiles hold."""
+    D, E, k, inner, S = sizes
+    moe = _random(D, E, k, inner, S, latent=None, packed=False)
+    how = kernel.moe_plan(1, moe)
+    assert bool(how.gate_up.held) == (D % 256 == 0)
+    # larger programs than the plan's: the interpreter pays for each
+    wide, narrow = replace(how.gate_up, out=32), replace(how.down, out=16, tiles=3)
+    _check(moe, 1, replace(how, gate_up=wide, down=narrow))
+
+
+def test_how_one_row_is_cut() -> None:
+    """The measured shape, wide experts in wide programs, and no second row beside a long one."""
+
+    def cuts(*sizes: int) -> list[tuple[int, int, int]]:
+        D, k, inner, S = sizes
+        stacked = torch.empty(9, inner, D, device="meta"), torch.empty(9, D, inner, device="meta")
+        experts = Experts(stacked[0], stacked[0], stacked[1])
+        inputs, bias = torch.empty(9 + 2 * S, D, device="meta"), torch.empty(9, device="meta")
+        moe = MoE(inputs, bias, experts, None, None, EPS, k, True, 1.0, False, None)
+        how = kernel.moe_plan(1, moe)
+        return [(p.step, p.warps, p.tiles) for p in (how.gate_up, how.down)]
+
+    assert cuts(2304, 8, 1024, 1024) == [(256, 1, 1), (1024, 4, 6)]
+    assert cuts(4096, 8, 2048, 2048) == [(512, 2, 1), (2048, 8, 22)]
+    assert cuts(2304, 9, 4096, 0)[1] == (2048, 8, 1)
 
 
 @pytest.mark.parametrize(("n", "dot"), [(1, False), (3, True), (3, False)])
@@ -270,3 +304,42 @@ def test_captured_calls_route_at_replay(n: int) -> None:
         again, ids = kernel.moe_decode(x, moe, norm=norm, eps=EPS, residual=residual)
         assert torch.equal(chosen, ids)
         assert torch.equal(found, again)
+
+
+@pytest.mark.gpu(gib=16)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (2304, 32, 8, 1024, 1024),
+        (2304, 32, 8, 1024, 0),
+        (2304, 256, 8, 1024, 1024),
+        (4096, 16, 4, 1408, 2816),
+        (256, 64, 2, 96, 32),
+        (1600, 12, 6, 512, 48),
+    ],
+)
+def test_asking_early_changes_nothing(
+    sizes: tuple[int, ...], poison: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers one behind the other in a graph, replayed with other rows: whoever read an old choice,
+    or a row before it was there, shows. Launches that wait for one another are the measure."""
+    D, E, k, inner, S = sizes
+    layers = [_random(D, E, k, inner, S, latent=None, packed=False) for _ in range(3)]
+    xs, norm = torch.randn(6, 1, D, device=DEVICE).bfloat16(), _rows(1, D)[1]
+
+    def run() -> list[tuple[Tensor, Tensor]]:
+        pairs = zip(xs, layers * 2, strict=True)
+        return [kernel.moe_decode(x, m, norm=norm, eps=EPS, residual=x) for x, m in pairs]
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        early = run()
+    for module in (kernel, linear_rows_triton):
+        monkeypatch.setattr(module, "early", lambda: {"EARLY": False})
+    for _ in range(30):
+        xs.copy_(torch.randn_like(xs))
+        graph.replay()
+        for (found, chosen), (wanted, ids) in zip(early, run(), strict=True):
+            assert torch.equal(chosen, ids)
+            assert float((found - wanted).float().norm() / wanted.float().norm()) < ROUNDING

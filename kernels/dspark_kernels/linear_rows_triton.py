@@ -37,7 +37,8 @@ SOON_BYTES = 8 << 20
 class Plan:
     """How a product is cut. ``out``: outputs of a program; ``split``: parts of every sum; ``held``:
     tiles of short rows that wait in registers, 0: rows stream through shared memory; ``registers``:
-    most of a thread, where one program more on a processor is worth it, 0: as the compiler likes.
+    most of a thread, where one program more on a processor is worth it, 0: as the compiler likes;
+    ``tiles``: how many times ``out`` a program takes, one after the other.
     """
 
     out: int
@@ -48,6 +49,7 @@ class Plan:
     dot: bool = False
     held: int = 0
     registers: int = 0
+    tiles: int = 1
 
     def limits(self) -> dict[str, int]:
         """What a launch adds to its arguments."""

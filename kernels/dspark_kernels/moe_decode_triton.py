@@ -40,6 +40,12 @@ ROUTED = 2048
 COMBINE = 512
 FEW = 64
 """Up to so many experts, every program finds its own: that costs less than a launch."""
+LANES = (256, 512, 1024, 2048)
+"""Numbers of a tile of which every lane of 1, 2, 4 or 8 warps has 16 bytes."""
+HELD_TILES = 9
+"""Of a row that a lane holds, of both matrices: more leave too few programs on a processor."""
+WARPS = 1536
+"""Of `down_one`: as many as run at once."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +74,12 @@ def by_plan(
 ) -> tuple[Tensor, Tensor]:
     """`moe_decode` by a given plan."""
     one = x.shape[0] == 1 and not moe.latent and not moe.experts.packed
-    if one and moe.experts.count <= FEW:
+    if one and moe.experts.count <= FEW and how.gate_up.held:
         h, ids, weights, tail = _gate_up_one(x, moe, norm, eps, how)
         return _down_one(h, ids, weights, tail, residual, moe, how.down), ids
     projected = project(x, moe.inputs, norm, eps, None, torch.float32, how.inputs)
     ids, weights, z, tail = _route(x, moe, norm, eps, projected)
-    h = _gate_up(z, ids, moe, how)
+    h = _gate_up(z, ids, moe, how, told=one)
     if one:
         return _down_one(h, ids, weights, tail, residual, moe, how.down), ids
     partial, shared = _down(h, ids, tail, moe, how)
@@ -126,7 +132,7 @@ def _stored(experts: Experts) -> tuple[Three, Three]:
     return (w1, w3, w2), experts.scales or (w1, w3, w2)
 
 
-def _gate_up(z: Tensor, ids: Tensor, moe: MoE, how: MoEPlan) -> Tensor:
+def _gate_up(z: Tensor, ids: Tensor, moe: MoE, how: MoEPlan, told: bool) -> Tensor:
     n, k = ids.shape
     E, inner, L = moe.experts.count, moe.experts.inner, moe.experts.width
     (w1, w3, _), (s1, s3, _) = _stored(moe.experts)
@@ -137,7 +143,7 @@ def _gate_up(z: Tensor, ids: Tensor, moe: MoE, how: MoEPlan) -> Tensor:
         z, ids, w1, w3, s1, s3, h, n, LIFT.value if moe.experts.packed else 1.0, beta, linear_beta,
         K=k, KP=triton.next_power_of_2(k), INNER=inner, L=L, BO=cut.out, BK=cut.step,
         N=1 if n == 1 else MAX_ROWS, STAGES=cut.stages, DIRECT=n * k > E, PACKED=moe.experts.packed,
-        SITU=moe.situ is not None, DOT=cut.dot, num_warps=cut.warps, **early(),
+        SITU=moe.situ is not None, DOT=cut.dot, TOLD=told, num_warps=cut.warps, **early(),
     )  # fmt: skip
     return h
 
@@ -187,12 +193,11 @@ def _gate_up_one(
     tail = torch.empty(1, max(1, S), dtype=x.dtype, device=x.device)
     beta, linear_beta = moe.situ or (1.0, 1.0)
     cut = how.gate_up
-    gate_up_one[(triton.cdiv(max(inner, S), cut.out), k + (S > 0))](
+    gate_up_one[(triton.cdiv(max(inner, S), cut.out),)](
         keys, scores, z, scale, moe.experts.w1, moe.experts.w3, moe.inputs[E:], ids, weights,
         h, tail, moe.scaling, beta, linear_beta, E=E, EP=triton.next_power_of_2(E), K=k,
-        INNER=inner, L=L, S=S, BO=cut.out, BK=cut.step, STAGES=cut.stages,
-        RENORM=moe.renormalise, SITU=moe.situ is not None, AHEAD=cut.out, HELD=cut.held,
-        num_warps=cut.warps, **cut.limits(), **early(),
+        INNER=inner, L=L, S=S, BO=cut.out, BK=cut.step, RENORM=moe.renormalise,
+        SITU=moe.situ is not None, num_warps=cut.warps, **cut.limits(), **early(),
     )  # fmt: skip
     return h, ids, weights, tail
 
@@ -203,9 +208,9 @@ def _down_one(
 ) -> Tensor:  # fmt: skip
     k, inner, L, S = moe.top_k, moe.experts.inner, moe.experts.width, moe.shared
     out = torch.empty(1, L, dtype=h.dtype, device=h.device)
-    down_one[(triton.cdiv(L, cut.out),)](
+    down_one[(triton.cdiv(L, cut.out * cut.tiles),)](
         h, ids, weights, moe.experts.w2, tail, moe.outputs, residual, out,
-        K=k, INNER=inner, L=L, S=S, BO=cut.out, BK=cut.step, HELD=cut.held,
+        K=k, INNER=inner, L=L, S=S, BO=cut.out, BK=cut.step, TILES=cut.tiles,
         ADD=residual is not None, num_warps=cut.warps, **cut.limits(), **early(),
     )  # fmt: skip
     return out
@@ -233,16 +238,30 @@ def moe_plan(n: int, moe: MoE) -> MoEPlan:
     if moe.experts.packed:
         return MoEPlan(inputs, _packed_cut(L), _packed_cut(inner))
     if n == 1:
-        narrow = (
-            Plan(4, _step(inner, 1024), 8, 1, held=9)
-            if not moe.latent
-            else Plan(8, _step(inner, 256), 2, 3)
-        )
-        held = held_tiles(L)
-        wide = Plan(2, HELD_STEP, 2, 1, held=held) if held else Plan(8, _step(L, 256), 2, 3)
-        return MoEPlan(inputs, wide, narrow)
+        narrow = Plan(8, _step(inner, 256), 2, 3) if moe.latent else _down_cut(moe)
+        return MoEPlan(inputs, _gate_up_cut(moe), narrow)
     gate_up = Plan(64, _step(L, 128), 4, 3, dot=True)
     return MoEPlan(inputs, gate_up, Plan(32, _step(inner, 128), 4, 5, dot=True))
+
+
+def _gate_up_cut(moe: MoE) -> Plan:
+    """Of one row; ``held`` where `gate_up_one` may take it: few experts, and nine tiles hold it."""
+    inputs, few = moe.experts.width, moe.experts.count <= FEW and not moe.latent
+    for step in LANES if few else ():
+        if inputs % step == 0 and inputs // step <= HELD_TILES:
+            return Plan(1, step, step // LANES[0], 1, held=inputs // step)
+    return Plan(2, HELD_STEP, 2, 1) if held_tiles(inputs) else Plan(8, _step(inputs, 256), 2, 3)
+
+
+def _down_cut(moe: MoE) -> Plan:
+    """Of one row without a latent space: a lane has 16 bytes of a tile, a program all of a row."""
+    inner, L = moe.experts.inner, moe.experts.width
+    step = next((n for n in LANES if n >= inner), LANES[-1])
+    warps = step // LANES[0]
+    held = moe.top_k * triton.cdiv(inner, step) + triton.cdiv(moe.shared, step)
+    # two rows of more tiles do not fit into a lane's registers
+    tiles = triton.cdiv(L * warps, WARPS) if held < 2 * HELD_TILES else 1
+    return Plan(1, step, warps, 1, held=held, tiles=tiles)
 
 
 def _packed_cut(inputs: int) -> Plan:

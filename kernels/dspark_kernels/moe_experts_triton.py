@@ -103,13 +103,16 @@ def gate_up(
     K: tl.constexpr, KP: tl.constexpr, INNER: tl.constexpr, L: tl.constexpr,
     BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
     DIRECT: tl.constexpr, PACKED: tl.constexpr, SITU: tl.constexpr, DOT: tl.constexpr,
-    EARLY: tl.constexpr,
+    TOLD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """h[pair] = act(W1 z, W3 z) of the slot's expert, for every row that chose it.
 
     DOT: all rows at once. Otherwise one after the other, for an expert has few: the tile comes from
-    memory once and from the caches after that.
+    memory once and from the caches after that. TOLD: the next launch reads ``ids`` before its own
+    wait, so it may begin only when they are there.
     """
+    if TOLD:
+        wait(EARLY)
     begin(EARLY)
     wait(EARLY)
     expert, works, hit, pairs = _who(ids, tl.program_id(1), n, K, KP, N, DIRECT)

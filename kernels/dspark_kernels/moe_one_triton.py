@@ -17,27 +17,7 @@ import triton.language as tl
 
 from dspark_kernels import rows_tile
 from dspark_kernels.moe_route_triton import sort_key
-from dspark_kernels.overlap import ahead, begin, publish, wait
-
-
-@triton.jit
-def _hidden_one(
-    z, scale, a, b, out, o, width, beta, linear_beta,
-    I: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,  # noqa: E741
-    SITU: tl.constexpr, HELD: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """out[o] = act(a z, b z), z times its scale."""
-    if HELD > 0:
-        gate, up, _ = rows_tile.gemv_held(
-            z, z, a, b, a, I, BO, BK, HELD if EARLY else 1, False, True, 0, EARLY
-        )
-    else:
-        gate, up, _ = rows_tile.gemv(z, z, a, b, 0, I, I, BO, BK, STAGES, False, True, True, EARLY)
-    factor = tl.load(scale)
-    gate = tl.sum(gate, 1) * factor
-    up = tl.sum(up, 1) * factor
-    value = rows_tile.activate(gate, up, beta, linear_beta, SITU)
-    tl.store(out + o, value.to(out.dtype.element_ty), mask=o < width)
+from dspark_kernels.overlap import begin, publish, wait
 
 
 @triton.jit
@@ -75,116 +55,166 @@ def router_one(
 
 
 @triton.jit
+def _of_row(where, at, WIDTH: tl.constexpr, BK: tl.constexpr):
+    """Numbers ``at`` of rows of WIDTH, whose first are at ``where``; beyond the last 0."""
+    if WIDTH % BK == 0:
+        return rows_tile.once(where)
+    return tl.load(where, mask=at < WIDTH, other=0.0)
+
+
+@triton.jit
+def _gate_and_up(a, b, L: tl.constexpr, BK: tl.constexpr):
+    """Rows of both matrices in tiles, gate and up in turn; a, b: pointers [BO, BK]."""
+    tiles = ()
+    for k in tl.static_range(0, L, BK):
+        tiles = tiles + (rows_tile.once(a + k), rows_tile.once(b + k))  # noqa: RUF005
+    return tiles
+
+
+@triton.jit
+def _hidden(
+    tiles, row, factor, beta, linear_beta,
+    BO: tl.constexpr, BK: tl.constexpr, SITU: tl.constexpr,
+):  # fmt: skip
+    """act(gate, up) of tiles and the row, times its factor: [BO]."""
+    gate = tl.zeros([BO, BK // 8], tl.float32)
+    up = tl.zeros([BO, BK // 8], tl.float32)
+    for t in tl.static_range(len(row)):
+        x = row[t].to(tl.float32)
+        gate += rows_tile.fold(tiles[2 * t].to(tl.float32) * x, BO, BK)
+        up += rows_tile.fold(tiles[2 * t + 1].to(tl.float32) * x, BO, BK)
+    return rows_tile.activate(
+        tl.sum(gate, 1) * factor, tl.sum(up, 1) * factor, beta, linear_beta, SITU
+    )
+
+
+@triton.jit
+def _tell(
+    rank, scores, ids, weights, scaling,
+    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, RENORM: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The choice in memory, before the next launch may begin: it asks for the same experts."""
+    e = tl.arange(0, EP)
+    weight = tl.load(scores + e, mask=e < E, other=0.0)
+    if RENORM:
+        weight = weight / (tl.sum(tl.where(rank < K, weight, 0.0), 0) + 1e-20)
+    tl.store(ids + rank, e, mask=rank < K)
+    tl.store(weights + rank, weight * scaling, mask=rank < K)
+    publish(EARLY)
+
+
+@triton.jit
 def gate_up_one(
     keys, scores, z, scale, w1, w3, w_shared, ids, weights, h, tail, scaling, beta, linear_beta,
     E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, INNER: tl.constexpr, L: tl.constexpr,
-    S: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    RENORM: tl.constexpr, SITU: tl.constexpr, AHEAD: tl.constexpr,
-    HELD: tl.constexpr, EARLY: tl.constexpr,
+    S: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr,
+    RENORM: tl.constexpr, SITU: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row, few experts, no latent space: the slot-th best expert, found by every program.
+    """The same BO outputs of the shared expert and of all chosen ones; L is a multiple of BK.
 
     An expert's rank is the number of better ones: EP^2 comparisons at once instead of k rounds and
-    a launch of their own. The first tile's programs write ids and weights, and the next launch,
-    which asks for the same experts, may begin when they have. Slot 0 is the shared expert where
-    there is one: its weights are on their way while the router ends.
+    a launch of their own. Programs are few enough to run all at once, and each finds its experts
+    once. The first one writes ids and weights, and the next launch, which asks for the same
+    experts, may begin when it has. The shared expert's weights need no router: they are in
+    registers when it ends.
     """
-    slot = tl.program_id(1)
-    first = tl.program_id(0) * BO
-    o = first + tl.arange(0, BO)
+    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    at = tl.arange(0, BK)[None, :]
     if S > 0:
-        if slot == 0:
-            a = w_shared + tl.minimum(o, S - 1).to(tl.int64) * L
-            if AHEAD > 0:
-                at = w_shared + tl.minimum(first, S - 1).to(tl.int64) * L
-                count = tl.minimum(AHEAD, tl.maximum(S - first, 1)) * L
-                ahead(at, count, EARLY)
-                ahead(at + S * L, count, EARLY)
-            _hidden_one(
-                z, scale, a, a + S * L, tail, o, S, beta, linear_beta,
-                L, BO, BK, STAGES, SITU, HELD, EARLY,
-            )  # fmt: skip
-            return
-        slot -= 1
+        a = w_shared + tl.minimum(o, S - 1).to(tl.int64)[:, None] * L + at
+        tiles = _gate_and_up(a, a + S * L, L, BK)
     wait(EARLY)
-    if tl.program_id(0) > 0:
-        begin(EARLY)
     e = tl.arange(0, EP)
     key = tl.load(keys + e, mask=e < E, other=-0x7FFFFFFFFFFFFFFF)
     rank = tl.sum((key[None, :] > key[:, None]).to(tl.int32), 1)
-    expert = tl.sum(tl.where(rank == slot, e, 0), 0)
     if tl.program_id(0) == 0:
-        score = tl.load(scores + e, mask=e < E, other=0.0)
-        weight = tl.sum(tl.where(rank == slot, score, 0.0), 0)
-        if RENORM:
-            weight = weight / (tl.sum(tl.where(rank < K, score, 0.0), 0) + 1e-20)
-        tl.store(ids + slot, expert)
-        tl.store(weights + slot, weight * scaling)
-        publish(EARLY)
-        begin(EARLY)
-    at = (expert.to(tl.int64) * INNER + tl.minimum(o, INNER - 1)) * L
-    _hidden_one(
-        z, scale, w1 + at, w3 + at, h + slot * INNER, o, INNER, beta, linear_beta,
-        L, BO, BK, STAGES, SITU, HELD, False,
-    )  # fmt: skip
+        _tell(rank, scores, ids, weights, scaling, E, EP, K, RENORM, EARLY)
+    begin(EARLY)
+    factor = tl.load(scale)
+    row = ()
+    for k in tl.static_range(0, L, BK):
+        row = row + (tl.load(z + k + at),)  # noqa: RUF005
+    inside = tl.minimum(o, INNER - 1).to(tl.int64)[:, None]
+    if S > 0:
+        value = _hidden(tiles, row, factor, beta, linear_beta, BO, BK, SITU)
+        tl.store(tail + o, value.to(tail.dtype.element_ty), mask=o < S)
+    for j in tl.static_range(K):
+        expert = tl.sum(tl.where(rank == j, e, 0), 0).to(tl.int64)
+        a = (expert * INNER + inside) * L + at
+        value = _hidden(
+            _gate_and_up(w1 + a, w3 + a, L, BK), row, factor, beta, linear_beta, BO, BK, SITU
+        )
+        tl.store(h + j * INNER + o, value.to(h.dtype.element_ty), mask=o < INNER)
 
 
 @triton.jit
-def _shared_tile(w_shared, row, at, S: tl.constexpr, BK: tl.constexpr):
-    """Columns of the shared expert's rows."""
-    where = w_shared + row[:, None] * S + at
-    return rows_tile.once(where) if S % BK == 0 else tl.load(where, mask=at < S, other=0.0)
-
-
-@triton.jit
-def _expert_tile(w2, ids, row, k, at, L: tl.constexpr, INNER: tl.constexpr):
-    """Columns k + at of the experts' rows side by side. No cache of this processor has old ids."""
-    expert = tl.load(ids + k // INNER, cache_modifier=".cg").to(tl.int64)
-    return rows_tile.once(w2 + (expert * L + row[:, None]) * INNER + (k % INNER + at))
+def _rows_of_all(
+    w_shared, w2, experts, row, at,
+    INNER: tl.constexpr, L: tl.constexpr, S: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Rows ``row`` of the shared expert and of the chosen ones, side by side, in tiles."""
+    tiles = ()
+    for k in tl.static_range(0, S, BK):
+        where = w_shared + row[:, None] * S + k + at
+        tiles = tiles + (_of_row(where, k + at, S, BK),)  # noqa: RUF005
+    for j in tl.static_range(len(experts)):
+        for k in tl.static_range(0, INNER, BK):
+            where = w2 + (experts[j] * L + row[:, None]) * INNER + k + at
+            tiles = tiles + (_of_row(where, k + at, INNER, BK),)  # noqa: RUF005
+    return tiles
 
 
 @triton.jit
 def down_one(
     h, ids, weights, w2, tail, w_shared, residual, out,
     K: tl.constexpr, INNER: tl.constexpr, L: tl.constexpr, S: tl.constexpr,
-    BO: tl.constexpr, BK: tl.constexpr, HELD: tl.constexpr, ADD: tl.constexpr,
+    BO: tl.constexpr, BK: tl.constexpr, TILES: tl.constexpr, ADD: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row: out = sum_j w_j W2_j h_j + W_shared tail + residual, in one pass.
 
-    A thread loads the numbers of h that its weights meet: no load waits for another thread. The
-    launch before told the choice before it let this one begin, so that HELD tiles of the shared
-    expert and of the chosen ones are in registers when it ends.
+    A program takes TILES times BO outputs; the weights of the next are on their way while it adds
+    up these. A thread holds the numbers of h that its weights meet. The launch before told the
+    choice before it let this one begin, so that the first weights are there when it ends.
     """
     begin(EARLY)
-    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    first = tl.program_id(0) * (TILES * BO)
+    o = first + tl.arange(0, BO)
+    at = tl.arange(0, BK)[None, :]
+    experts = ()
+    for j in tl.static_range(K):  # no cache of this processor may have old ids
+        experts = experts + (tl.load(ids + j, cache_modifier=".cg").to(tl.int64),)  # noqa: RUF005
     row = tl.minimum(o, L - 1).to(tl.int64)
-    at = tl.arange(0, BK)[None, :] + tl.zeros([BO, 1], tl.int32)
-    held = ()
-    for k in tl.static_range(0, S, BK):
-        if k < HELD * BK:
-            held = held + (_shared_tile(w_shared, row, k + at, S, BK),)  # noqa: RUF005
-    SHARED: tl.constexpr = (S + BK - 1) // BK
-    for k in tl.static_range(0, K * INNER, BK):
-        if SHARED * BK + k < HELD * BK:
-            held = held + (_expert_tile(w2, ids, row, k, at, L, INNER),)  # noqa: RUF005
+    tiles = _rows_of_all(w_shared, w2, experts, row, at, INNER, L, S, BK)
     wait(EARLY)
-    acc = tl.zeros([BO, BK // 8], tl.float32)
+    x = ()
     for k in tl.static_range(0, S, BK):
-        tile = held[k // BK] if k < HELD * BK else _shared_tile(w_shared, row, k + at, S, BK)
-        x = tl.load(tail + k + at, mask=k + at < S, other=0.0)
-        acc += rows_tile.fold(tile.to(tl.float32) * x.to(tl.float32), BO, BK)
-    for k in tl.static_range(0, K * INNER, BK):
-        if SHARED * BK + k < HELD * BK:
-            tile = held[SHARED + k // BK]
-        else:
-            tile = _expert_tile(w2, ids, row, k, at, L, INNER)
-        x = tl.load(h + k + at).to(tl.float32)
-        w = tl.load(weights + k // INNER)
-        acc += w * rows_tile.fold(tile.to(tl.float32) * x, BO, BK)
-    if ADD:
-        added = tl.load(residual + o, mask=o < L, other=0.0).to(tl.float32)
-    total = tl.sum(acc, 1)
-    if ADD:
-        total += added
-    tl.store(out + o, total.to(out.dtype.element_ty), mask=o < L)
+        x = x + (tl.load(tail + k + at, mask=k + at < S, other=0.0),)  # noqa: RUF005
+    for j in tl.static_range(K):
+        for k in tl.static_range(0, INNER, BK):
+            part = tl.load(h + j * INNER + k + at, mask=k + at < INNER, other=0.0)
+            x = x + (part,)  # noqa: RUF005
+    factors = ()
+    for j in tl.static_range(K):
+        factors = factors + (tl.load(weights + j),)  # noqa: RUF005
+    SHARED: tl.constexpr = (S + BK - 1) // BK
+    EACH: tl.constexpr = (INNER + BK - 1) // BK
+    for step in tl.static_range(TILES):
+        o = first + step * BO + tl.arange(0, BO)
+        if ADD:
+            added = tl.load(residual + o, mask=o < L, other=0.0).to(tl.float32)
+        here = tiles
+        if step + 1 < TILES:
+            row = tl.minimum(o + BO, L - 1).to(tl.int64)
+            tiles = _rows_of_all(w_shared, w2, experts, row, at, INNER, L, S, BK)
+        acc = tl.zeros([BO, BK // 8], tl.float32)
+        for t in tl.static_range(len(x)):
+            part = rows_tile.fold(here[t].to(tl.float32) * x[t].to(tl.float32), BO, BK)
+            if t < SHARED:
+                acc += part
+            else:
+                acc += factors[(t - SHARED) // EACH] * part
+        total = tl.sum(acc, 1)
+        if ADD:
+            total += added
+        tl.store(out + o, total.to(out.dtype.element_ty), mask=o < L)
