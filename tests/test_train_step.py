@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from dspark.distill import objective
+from dspark.distill.ahead import Ahead
 from dspark.distill.loss import distill_loss
 from dspark.distill.terms import slot_weights
-from dspark_eval.train_step import StepSize, main, measure, settings
+from dspark_eval.train_step import StepSize, main, make_trainer, measure, settings
 from dspark_eval.train_step_peer import plain_loss
 
 CPU = torch.device("cpu")
@@ -29,6 +31,24 @@ def test_parts_add_up_to_the_step(moments: str) -> None:
     assert sum(found["parts_ms"].values()) < 2 * found["slowest_ms"]
     assert found["peak_bytes"] is None  # nobody counts on a CPU
     assert objective.distill_loss is distill_loss  # put back
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_what_is_made_beside_an_update_changes_no_bit(moments: str) -> None:
+    """Batches and logits of the target made ahead, while weights move, against none of that."""
+    cuda, states = torch.device("cuda"), []
+    size = replace(SIZE, vocab=5_000, hidden=256, head_dim=64, layers=2, length=512, anchors=64)
+    for ahead in (True, False):
+        trainer = make_trainer(size, cuda, moments, 6)
+        if not ahead:
+            trainer._ahead = Ahead(CPU)
+        for step in range(6):
+            trainer.run_step(step)
+            assert (trainer._ahead.batch(step + 1) is not None) == (ahead and step < 5)
+        states.append(trainer.drafter.state_dict() | trainer.optimiser.state_tensors())
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
 
 
 def test_the_recipe_is_deepspecs_in_half_precision() -> None:

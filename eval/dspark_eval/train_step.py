@@ -105,16 +105,19 @@ def settings(size: StepSize, moments: str, steps: int) -> TrainSettings:
     return TrainSettings(**recipe)
 
 
-def measure(size: StepSize, device: torch.device, moments: str, steps: int) -> dict[str, Any]:
-    """Median step and parts in milliseconds, and peak bytes, after a warm-up."""
+def make_trainer(size: StepSize, device: torch.device, moments: str, steps: int) -> Trainer:
+    """Of fresh weights, for `steps` steps; the same every time."""
     torch.manual_seed(0)
     drafter = size.drafter(device)
     target = HeadTarget(size.vocab, size.hidden, device)
     states = random_states(size.rows, size.length, size.taps, size.hidden, device)
-    trainer = Trainer(
-        target, drafter, size.text(), settings(size, moments, steps + WARM_UP),
-        Processes(device), lambda _: states,
-    )  # fmt: skip
+    recipe = settings(size, moments, steps)
+    return Trainer(target, drafter, size.text(), recipe, Processes(device), lambda _: states)
+
+
+def measure(size: StepSize, device: torch.device, moments: str, steps: int) -> dict[str, Any]:
+    """Median step and parts in milliseconds, and peak bytes, after a warm-up."""
+    trainer = make_trainer(size, device, moments, steps + WARM_UP)
     clock = Clock(device)
     ops.forget()
     with clock.parts_of(trainer):
@@ -127,7 +130,7 @@ def measure(size: StepSize, device: torch.device, moments: str, steps: int) -> d
             clock.end()
     return {
         "moments": moments,
-        "parameters": sum(p.numel() for p in drafter.parameters()),
+        "parameters": sum(p.numel() for p in trainer.drafter.parameters()),
         "loss": float(result.sums.loss()),
         "peak_bytes": clock.peak(),
         **clock.medians(),

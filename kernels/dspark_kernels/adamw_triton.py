@@ -202,6 +202,25 @@ def _tile(
     _write(second, second_scales, v, high, at, block, within, blocks, KIND, False)
 
 
+@triton.jit
+def _part(
+    row, start, factor, rate, spread, decay, beta1, beta2, eps, KIND: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Update some tiles of a parameter."""
+    count = tl.load(row + 7)
+    last = tl.minimum(start + TILES, tl.cdiv(count, ROWS * BLOCK).to(tl.int32))
+    for tile in tl.range(start, last):
+        if tl.full((), ROWS * BLOCK, tl.int64) * (tile + 1) <= count:
+            _tile(
+                row, tile, factor, rate, spread, decay, beta1, beta2, eps, KIND, ROWS, BLOCK, True
+            )
+        else:
+            _tile(
+                row, tile, factor, rate, spread, decay, beta1, beta2, eps, KIND, ROWS, BLOCK, False
+            )
+
+
 @triton.jit(do_not_specialize=["parts"])
 def _adamw(
     table, part_table, parts, scale, rate, spread, decay, beta1, beta2, eps, KIND: tl.constexpr,
@@ -213,15 +232,6 @@ def _adamw(
         for part in tl.range(tl.program_id(0), parts, tl.num_programs(0)):
             row = table + tl.load(part_table + 2 * part) * COLUMNS
             start = tl.load(part_table + 2 * part + 1)
-            tiles = tl.cdiv(tl.load(row + 7), ROWS * BLOCK).to(tl.int32)
-            for tile in tl.range(start, tl.minimum(start + TILES, tiles)):
-                if (tile + 1) * (ROWS * BLOCK) <= tl.load(row + 7):
-                    _tile(
-                        row, tile, factor, rate, spread, decay, beta1, beta2, eps, KIND, ROWS,
-                        BLOCK, True,
-                    )  # fmt: skip
-                else:
-                    _tile(
-                        row, tile, factor, rate, spread, decay, beta1, beta2, eps, KIND, ROWS,
-                        BLOCK, False,
-                    )  # fmt: skip
+            _part(
+                row, start, factor, rate, spread, decay, beta1, beta2, eps, KIND, ROWS, BLOCK, TILES
+            )
