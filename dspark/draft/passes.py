@@ -143,21 +143,24 @@ class _Project(torch.autograd.Function):
             queries, q_norm, cos, sin, length, ctx.eps, d_queries
         )
         d_keys, of_k_norm = ops.turn_heads_back(keys, k_norm, cos, sin, 0, ctx.eps, d_keys)
-        d_queries, d_keys, d_values = (x.flatten(2) for x in (d_queries, d_keys, d_values))
+        # Keys and values side by side: a product for both, and one pass over what it adds to.
+        d_both, both = torch.cat((d_keys, d_values), 2).flatten(2), torch.cat((k, v))
+        d_queries = d_queries.flatten(2)
         d_own = d_queries @ q
         of_q = d_queries.flatten(0, 1).T @ normed
-        of_k = of_v = None
+        of_both = None
         fresh = d_context is None
         d_context = torch.empty_like(half, dtype=ctx.wide) if d_context is None else d_context
         for row in range(len(half)):
-            d_k, d_v = d_keys[row], d_values[row]
-            d_own[row].addmm_(d_k[length:], k).addmm_(d_v[length:], v)
-            add_product(d_context[row], d_k[:length], k, fresh)
-            add_product(d_context[row], d_v[:length], v)
-            for each, rows in ((d_k[:length], half[row]), (d_k[length:], own[row])):
-                of_k = each.T @ rows if of_k is None else of_k.addmm_(each.T, rows)
-            for each, rows in ((d_v[:length], half[row]), (d_v[length:], own[row])):
-                of_v = each.T @ rows if of_v is None else of_v.addmm_(each.T, rows)
+            d_read, d_mine = d_both[row].split((length, own.shape[1]))
+            d_own[row].addmm_(d_mine, both)
+            add_product(d_context[row], d_read, both, fresh)
+            of_both = (
+                d_read.T @ half[row] if of_both is None else of_both.addmm_(d_read.T, half[row])
+            )
+            of_both.addmm_(d_mine.T, own[row])
+        assert of_both is not None
+        of_k, of_v = of_both.split(len(k))
         d_total, d_added, of_norm = ops.norm_rows_back(
             total, norm, root, d_own.flatten(0, 1), through
         )
