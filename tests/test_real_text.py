@@ -32,13 +32,13 @@ from dspark_eval.real_text.__main__ import main
 from dspark_eval.real_text.answers import Asked, check_asked
 from dspark_eval.real_text.arms import CHOSEN, REFERENCE, TRIED, find_arm
 from dspark_eval.real_text.chosen import choose, real_name
+from dspark_eval.real_text.comparing import compare
 from dspark_eval.real_text.prompts import Unseen, refuse_seen, training_prompts
 from dspark_eval.real_text.reuse import is_there
 from dspark_eval.real_text.schedule import Job, Study, jobs
 from dspark_eval.real_text.speed import is_timed
 from dspark_eval.real_text.start import layers_between, start_from_layers
 from dspark_eval.real_text.states import HeldStates
-from dspark_eval.real_text.table import compare
 from dspark_eval.real_text.training import _start_with
 from dspark_eval.real_text.wide import generate_wide
 from dspark_eval.real_text.writing import beginning, read_written, shared_endings

@@ -7,6 +7,9 @@
     python -m dspark_eval.real_text speed   OUT --prompts DIR    one prompt at a time, all ways
     python -m dspark_eval.real_text table   OUT                  the table, from what is there
     python -m dspark_eval.real_text all     OUT --prompts DIR --device cuda --budget 1250
+    python -m dspark_eval.real_text repeat  OUT --prompts DIR --device cuda --seeds 1 2 --arm early
+
+`repeat` is the comparison from other seeds, and ten minutes of both recipes beside it.
 
 DIR holds `train/*.jsonl` and `test/*.jsonl` (`turns` in each line). No test prompt, nor a near copy
 of one, is trained on: `prompts.py`.
@@ -15,10 +18,11 @@ of one, is trained on: `prompts.py`.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +48,12 @@ from dspark_eval.real_text.arms import (
 )
 from dspark_eval.real_text.chosen import choose, real_name
 from dspark_eval.real_text.measuring import TEMPERATURES, measure, measured_path
+from dspark_eval.real_text.repeats import repeats
 from dspark_eval.real_text.reuse import ASKED, is_there
-from dspark_eval.real_text.schedule import Study, jobs
+from dspark_eval.real_text.runs import find_run, waits_for
+from dspark_eval.real_text.schedule import LONGEST, Job, Study, jobs
 from dspark_eval.real_text.speed import is_timed, measure_speed
+from dspark_eval.real_text.states import StatesOnce
 from dspark_eval.real_text.table import write_table
 from dspark_eval.real_text.training import TRAINED, train_for, warm
 from dspark_eval.study.processes import visible_gpus
@@ -69,40 +76,50 @@ def _asked(options: argparse.Namespace) -> Asked:
 
 
 def _warm(options: argparse.Namespace) -> None:
-    arms = options.beside or (REFERENCE, *TRIED)
-    coming = [name for name in arms if not (options.out / name / TRAINED).is_file()]
+    runs = [find_run(name) for name in options.beside or (REFERENCE, *TRIED)]
+    coming = {run.arm: run for run in runs if not (options.out / run.name / TRAINED).is_file()}
     if coming:
         loaded, more = _target(options), _overrides(options.set)
         warm(loaded, [arm_config(find_arm(name), loaded, more) for name in coming])
 
 
 def _train(options: argparse.Namespace) -> None:
-    arm, folder = find_arm(options.arm), options.out / options.arm
-    more, chosen = _overrides(options.set), choose(options.out)
+    named, chosen = find_run(options.arm), choose(options.out)
+    arm, more = named.recipe, _overrides(options.set)
+    runs = [replace(named, seed=seed) for seed in options.seeds or [named.seed]]
     asked = {
-        "seconds": options.seconds,
-        "settings": {**like(arm, chosen).settings, **more},
-        "answers": asdict(_asked(options)),
+        run: {
+            "seconds": options.seconds,
+            "settings": {**like(arm, chosen).settings, **run.settings, **more},
+            "answers": asdict(_asked(options)),
+        }
+        for run in runs
     }
-    if is_there(folder / TRAINED, asked):
+    coming = [run for run in runs if not is_there(options.out / run.name / TRAINED, asked[run])]
+    if not coming:
         return
     loaded = _target(options)
     rows, held_out = read_rows(options.out, options.prompts)
-    train_for(
-        loaded,
-        rows,
-        held_out,
-        arm_config(arm, loaded, more, chosen),
-        options.seconds,
-        folder,
-        asked=asked,
-        from_target=(chosen if arm.name in LIKE_CHOSEN else arm.name) in FROM_TARGET,
-        beside=[options.out / find_arm(name).name for name in options.beside],
-    )
+    held = StatesOnce(loaded.target, rows)
+    for run in coming:
+        gc.collect()  # what the last one trained with goes before the next one comes
+        train_for(
+            loaded,
+            held,
+            held_out,
+            arm_config(arm, loaded, {**run.settings, **more}, chosen),
+            options.seconds,
+            options.out / run.name,
+            asked=asked[run],
+            from_target=(chosen if arm.name in LIKE_CHOSEN else arm.name) in FROM_TARGET,
+            beside=[
+                options.out / other.name for other in waits_for(run, options.beside, runs[0].seed)
+            ],
+        )
 
 
 def _measure(options: argparse.Namespace) -> None:
-    name = find_arm(real_name(options.out, options.arm)).name
+    name = find_run(real_name(options.out, options.arm)).name
     folder = options.out / name
     if not (folder / TRAINED).is_file():
         raise UserError(f"{folder}: not trained yet; run the step train with --arm {name}")
@@ -112,23 +129,30 @@ def _measure(options: argparse.Namespace) -> None:
         "dtype": options.dtype,
         "trained": read_json(folder / TRAINED)[ASKED],
     }
-    for temperature in options.temperature or TEMPERATURES:
-        if not is_there(measured_path(folder, temperature), asked):
-            measure(
-                _target(options),
-                folder,
-                options.prompts,
-                temperature,
-                asked=asked,
-                per_set=options.per_set,
-                max_new_tokens=options.new_tokens,
-                batch=options.batch,
-            )
+    coming = [
+        temperature
+        for temperature in options.temperature or TEMPERATURES
+        if not is_there(measured_path(folder, temperature), asked)
+    ]
+    loaded = _target(options) if coming else None
+    for temperature in coming:
+        assert loaded is not None
+        measure(
+            loaded,
+            folder,
+            options.prompts,
+            temperature,
+            asked=asked,
+            per_set=options.per_set,
+            max_new_tokens=options.new_tokens,
+            batch=options.batch,
+        )
 
 
 def _speed(options: argparse.Namespace) -> None:
-    named = [name for name in (REFERENCE, choose(options.out)) if name is not None]
-    arms = [name for name in named if (options.out / name / TRAINED).is_file()]
+    own = choose(options.out) if options.arm == CHOSEN else find_run(options.arm).name
+    named = [] if own is None else [find_run(own).counterpart.name, own]
+    arms = [name for name in named or [REFERENCE] if (options.out / name / TRAINED).is_file()]
     asked = {
         "per_set": options.per_set or SPEED_PROMPTS,
         "max_new_tokens": min(options.new_tokens, SPEED_TOKENS),
@@ -148,10 +172,20 @@ def _speed(options: argparse.Namespace) -> None:
 
 
 def _table(options: argparse.Namespace) -> None:
-    print(write_table(options.out))
+    print(write_table(options.out, options.add))
 
 
 def _all(options: argparse.Namespace) -> None:
+    gpus = max(1, len(visible_gpus()))
+    _play(options, jobs(gpus, options.seconds, options.candidates))
+
+
+def _repeat(options: argparse.Namespace) -> None:
+    named = find_run(options.arm if options.arm != CHOSEN else TRIED[0])
+    _play(options, repeats(named.arm, options.seeds or [1, 2], options.seconds, options.memory))
+
+
+def _play(options: argparse.Namespace, lanes: list[list[Job]]) -> None:
     started = time.monotonic()
 
     def say(line: str) -> None:
@@ -163,8 +197,9 @@ def _all(options: argparse.Namespace) -> None:
         common += [f"--{key.replace('_', '-')}", str(getattr(options, key))]
     training = [part for pair in options.set for part in ("--set", pair)]
     last = options.pass_on.split()
-    study = Study(options.out, common, options.budget, say, training, last, options.without)
-    ended = study.run(jobs(max(1, len(visible_gpus())), options.seconds, options.candidates))
+    shared = (common, options.budget, say, training, last, options.without, options.long_seconds)
+    study = Study(options.out, *shared)
+    ended = study.run(lanes)
     _table(options)
     missing = [name for name, done in ended.items() if not done and name not in options.without]
     if missing:
@@ -176,6 +211,9 @@ def _all(options: argparse.Namespace) -> None:
 
 def _target(options: argparse.Namespace) -> LoadedTarget:
     device = find_device(options.device, "--device")
+    if device.type == "cuda" and options.memory:
+        there = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * 1e9 / there), device)
     return load_target(options.target, dtype=getattr(torch, options.dtype), device=device)
 
 
@@ -197,6 +235,7 @@ STEPS = {
     "speed": _speed,
     "table": _table,
     "all": _all,
+    "repeat": _repeat,
 }
 
 
@@ -215,7 +254,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--device", default="cpu", help="cpu | cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--arm", default=CHOSEN, help="a drafter; chosen: our best candidate")
+    parser.add_argument("--seeds", type=int, nargs="+", help="train, repeat: one after the other")
     parser.add_argument("--seconds", type=float, default=200.0, help="of training")
+    parser.add_argument("--long-seconds", type=float, default=LONGEST, help="of long training")
     parser.add_argument("--beside", nargs="+", default=[], help="train, warm: arms together")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--samples", type=int, default=5, help="answers to each public prompt")
@@ -227,12 +268,14 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--temperature", type=float, nargs="+", choices=TEMPERATURES)
     parser.add_argument("--answer-batch", type=int, default=5120, help="answered side by side")
     parser.add_argument("--batch", type=int, default=256, help="prompts measured side by side")
+    parser.add_argument("--memory", type=float, help="GB of the GPU that a process may take")
     parser.add_argument("--per-set", type=int, help="prompts of each set; all if left out")
     parser.add_argument("--budget", type=float, default=1250.0, help="all: seconds in all")
     parser.add_argument(
         "--candidates", nargs="+", default=TRIED, choices=CANDIDATES, help="all: recipes of ours"
     )
     parser.add_argument("--without", nargs="+", default=[], help="all: jobs to leave out")
+    parser.add_argument("--add", type=Path, help="table: results of an earlier study of its arms")
     parser.add_argument("--pass-on", default="", help="all: further options of every step")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -35,6 +35,8 @@ LONGEST = 600.0
 OVERHEAD = 30.0
 """Seconds of a training besides its steps: opening the target, its states, writing."""
 MEASURING, SPEED = 75.0, 75.0
+POLL = 1.0
+"""Seconds between two looks for a file."""
 Say = Callable[[str], None]
 
 
@@ -44,7 +46,8 @@ class Job:
 
     needs: names of jobs that come first. after: names of jobs that must have ended, one way or the
     other. least: seconds it must have left to be started. flexible: it trains for what the budget
-    leaves, up to `LONGEST`.
+    leaves beside `spare`, up to the study's longest; all that are flexible for as long. file and
+    maker: a file of the study that must be there, and the job that writes it while it runs.
     """
 
     name: str
@@ -54,6 +57,9 @@ class Job:
     after: tuple[str, ...] = ()
     least: float = 0.0
     flexible: bool = False
+    spare: float = OVERHEAD + MEASURING + SPEED
+    file: str = ""
+    maker: str = ""
 
 
 def jobs(gpus: int, seconds: float, candidates: Sequence[str]) -> list[list[Job]]:
@@ -133,6 +139,7 @@ class Study:
         training: Arguments of steps that train.
         last: Arguments of every step that come last, and so decide.
         without: Names of jobs that are left out.
+        longest: Seconds of the longest training.
     """
 
     out: Path
@@ -142,6 +149,8 @@ class Study:
     training: Sequence[str] = ()
     last: Sequence[str] = ()
     without: Sequence[str] = ()
+    longest: float = LONGEST
+    _long: float | None = None
     _ended: dict[str, bool] = field(default_factory=dict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _started: float = field(default_factory=time.monotonic)
@@ -176,6 +185,10 @@ class Study:
             awaited = {*job.needs, *job.after}
             self._changed.wait_for(lambda: all(name in self._ended for name in awaited))
             missing = [name for name in job.needs if not self._ended[name]]
+            while job.file and not (self.out / job.file).is_file() and not missing:
+                if job.maker in self._ended:
+                    missing = [job.maker]
+                self._changed.wait(POLL)
         if missing:
             self.say(f"{job.name}: skipped, {missing[0]} was not done")
         elif self.left() < job.least:
@@ -204,7 +217,10 @@ class Study:
         done = self.out / job.name.removeprefix("train-") / TRAINED
         if done.is_file():
             return float(read_json(done)["seconds_asked"])
-        return min(LONGEST, self.left() - OVERHEAD - MEASURING - SPEED)
+        with self._changed:
+            if self._long is None:
+                self._long = min(self.longest, self.left() - job.spare)
+            return self._long
 
     def _end(self, job: Job, done: bool) -> None:
         with self._changed:

@@ -3,16 +3,18 @@
 Everything runs in one process on the same model and the same prompts, greedy unless it says
 otherwise; each prompt goes through all ways before the next one, so that whatever else the machine
 does meets all of them. `plain` and those named after drafters are dspark's loops; `generate` is
-transformers' own, `prompt_lookup` its assisted generation with n-grams of the text. (There is no
-smaller model of this tokenizer that could assist.) A loop over Python is what is timed, and a small
-model leaves the GPU idle for most of it: ratios are of this runtime, and no bound on what a serving
-engine gets.
+transformers' own, `prompt_lookup` its assisted generation with n-grams of the text, `early_exit`
+one with the first half of the model's own layers as the draft model. That is all there is at
+hand: no smaller model has this tokenizer, and a drafter that reads the target's states is no model that
+transformers would take. A loop over Python is what is timed, and a small model leaves the GPU idle
+for most of it: ratios are of this runtime, and no bound on what a serving engine gets.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from dspark.runtime.hf_target import HFTarget
 from dspark.runtime.loading import LoadedTarget
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.sampling import SamplingParams
+from dspark_eval.intervals import paired
 from dspark_eval.real_text.answers import prompt_ids
 from dspark_eval.real_text.prompts import test_files
 from dspark_eval.real_text.reuse import ASKED, is_there
@@ -57,11 +60,9 @@ def measure_speed(
     if not isinstance(target, HFTarget):
         raise UserError(f"{target.name}: expected a target of transformers to compare with")
     chat = ChatFormat(loaded.tokenizer)
-    prompt_lists = [
-        ids
-        for path in test_files(prompts)
-        for ids in prompt_ids(read_prompts([path]).rows[:per_set], chat)
-    ]
+    prompt_lists = in_turn(
+        [prompt_ids(read_prompts([path]).rows[:per_set], chat) for path in test_files(prompts)]
+    )
     ways = _ways(loaded, out, arms, max_new_tokens)
     runs: dict[str, list[tuple[list[int], float]]] = {name: [] for name in ways}
     for way in ways.values():
@@ -85,6 +86,11 @@ def measure_speed(
     return document
 
 
+def in_turn(sets: Sequence[Sequence[list[int]]]) -> list[list[int]]:
+    """The first prompt of each set, then the second of each: one that ends early has seen all."""
+    return [ids for row in zip_longest(*sets) for ids in row if ids is not None]
+
+
 def is_timed(out: Path, asked: Mapping[str, Any]) -> bool:
     """Whether all prompts were timed before; a run that ended early starts anew.
 
@@ -101,17 +107,19 @@ def _figures(
 ) -> dict[str, Any]:
     """Of one way: over all prompts, and prompt by prompt."""
     tokens, seconds = sum(len(text) for text, _ in found), sum(spent for _, spent in found)
-    rates = [len(text) / spent for text, spent in found]
-    beside = [len(text) / spent for text, spent in plain]
+    own = [(float(len(text)), spent) for text, spent in found]
+    other = [(float(len(text)), spent) for text, spent in plain]
+    against = paired(own, other)
     return {
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "speed_up": (tokens / seconds) / (sum(len(t) for t, _ in plain) / sum(s for _, s in plain)),
-        "speed_up_by_prompt": [own / other for own, other in zip(rates, beside, strict=True)],
+        "speed_up": against.ratio,
+        "speed_up_ci95": against.ratio_ci95,
+        "by_prompt": own,
         "same_text_as_plain": None
         if SAMPLED in name
-        else sum(own == other for (own, _), (other, _) in zip(found, plain, strict=True)),
+        else sum(text == beside for (text, _), (beside, _) in zip(found, plain, strict=True)),
     }
 
 
@@ -155,6 +163,7 @@ def _ways(loaded: LoadedTarget, out: Path, arms: Sequence[str], new: int) -> dic
         },
         "generate": assisted({}),
         "prompt_lookup": assisted({"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
+        "early_exit": assisted({"assistant_early_exit": max(1, target.num_layers // 2)}),
     }
 
 
@@ -164,3 +173,17 @@ def _timed(way: Way, ids: list[int], device: torch.device) -> tuple[list[int], f
     if device.type == "cuda":
         torch.cuda.synchronize()
     return text, time.perf_counter() - started
+
+
+def speeds_table(speed: Mapping[str, Any]) -> str:
+    """A row for each way."""
+    lines = ["| way | tokens/s | against plain | same text |", "|---|--:|--:|--:|"]
+    for way, each in speed["ways"].items():
+        low, high = each["speed_up_ci95"] or (float("nan"), float("nan"))
+        count = each["same_text_as_plain"]
+        same = "-" if count is None else f"{count} of {speed['prompts']}"
+        lines.append(
+            f"| {way} | {each['tokens_per_second']:.1f} | "
+            f"{each['speed_up']:.2f} [{low:.2f}, {high:.2f}] | {same} |"
+        )
+    return "\n".join(lines)

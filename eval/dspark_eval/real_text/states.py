@@ -64,6 +64,22 @@ class HeldStates:
         return torch.where(valid, starts[:, None] + steps, self._padding)
 
 
+class StatesOnce:
+    """States of the same rows for one drafter after another: computed for the first of them."""
+
+    def __init__(self, target: Target, rows: Sequence[TrainingRow]) -> None:
+        self.rows = rows
+        self._target = target
+        self._held: dict[TapSet, HeldStates] = {}
+
+    def states(self, taps: TapSet) -> HeldStates:
+        """Those with these taps; others are let go, since two sets do not fit."""
+        if taps not in self._held:
+            self._held.clear()
+            self._held[taps] = HeldStates(self._target, taps, self.rows)
+        return self._held[taps]
+
+
 def _passes(lengths: Sequence[int]) -> list[list[int]]:
     """Rows of about one length together, at most `PASS_TOKENS` in all."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])

@@ -1,54 +1,52 @@
-"""The study's table, from what its folder holds, and the comparison that it is for.
-
-Two drafters are compared on the same prompts: the ratio of their accepted lengths, tokens over
-rounds of all cells at a temperature, with a 95 % interval that resamples prompts within their sets.
-A prompt brings all its answers: where temperatures are pooled, those at each of them.
-"""
+"""The study's tables, from what its folder holds."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dspark.draft.reliability import average
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, atomic_write_text, read_json
-from dspark_eval.intervals import ratio_of_ratios
-from dspark_eval.real_text.arms import ARMS, REFERENCE
+from dspark_eval.real_text.arms import REFERENCE
 from dspark_eval.real_text.chosen import choose
+from dspark_eval.real_text.comparing import CLEAN, compare, compare_seeds, seeds_table
 from dspark_eval.real_text.measuring import read_measured
-from dspark_eval.real_text.speed import SPEED
+from dspark_eval.real_text.runs import find_run, reference_of, trained_runs
+from dspark_eval.real_text.speed import SPEED, speeds_table
 from dspark_eval.real_text.training import TRAINED
 
-RESAMPLES = 4000
-CLEAN = "without loops"
 RESULTS, TABLE = "real_text.json", "real_text.md"
 
 
-def write_table(out: Path) -> str:
+def write_table(out: Path, add: Path | None = None) -> str:
     """Everything measured in OUT as OUT/real_text.json and OUT/real_text.md; returns the latter.
 
-    Raises UserError where nothing was trained yet.
+    `add`: results of an earlier study, of which the runs of the recipes in OUT are taken in, those
+    that OUT has not itself.
+
+    Raises UserError where nothing was trained yet, or the earlier study's rows are others.
     """
-    arms = {name: _arm(out / name) for name in ARMS if (out / name / TRAINED).is_file()}
-    measured = {name: arm for name, arm in arms.items() if arm["measured"] is not None}
+    arms = {run.name: _arm(out / run.name) for run in trained_runs(out)}
     if not arms:
         raise UserError(f"{out}: no drafter was trained yet; run the steps answer and train")
-    comparisons = {}
-    if REFERENCE in measured:
-        reference = measured[REFERENCE]["measured"]["cells"]
-        comparisons = {
-            name: compare(arm["measured"]["cells"], reference)
-            for name, arm in measured.items()
-            if name != REFERENCE
-        }
+    answers = [read_json(path) for path in sorted(out.glob("rows.*.json"))]
+    if add is not None:
+        arms = {**earlier(read_json(add), arms, answers), **arms}
+    cells = {
+        name: arm["measured"]["cells"] for name, arm in arms.items() if arm["measured"] is not None
+    }
     document: dict[str, Any] = {
-        "answers": [read_json(path) for path in sorted(out.glob("rows.*.json"))],
+        "answers": answers,
         "arms": arms,
         "chosen": choose(out),
-        "against_reference": comparisons,
+        "against": {name: reference_of(name, cells) for name in cells},
+        "against_reference": {
+            name: compare(own, cells[reference])
+            for name, own in cells.items()
+            if (reference := reference_of(name, cells)) in cells
+        },
+        "over_seeds": compare_seeds(cells),
         "speed": read_json(out / SPEED) if (out / SPEED).is_file() else None,
     }
     atomic_write_json(out / RESULTS, document)
@@ -66,57 +64,32 @@ def tables(document: dict[str, Any]) -> dict[str, str]:
             arms, document["against_reference"]
         ),
     }
+    if document.get("over_seeds"):
+        found["Over seeds and prompts"] = seeds_table(document["over_seeds"])
     if measured:
         found["Accepted length by prompt set"] = _cells(measured)
         found["Acceptance and calibration error, means over sets"] = _confidence(measured)
-    speed = _speeds(document["speed"])
-    return {**found, "Speed of one request": speed[0]} if speed else found
+    if document["speed"]:
+        found["Speed of one request"] = speeds_table(document["speed"])
+    return found
 
 
 def _arm(folder: Path) -> dict[str, Any]:
     return {"trained": read_json(folder / TRAINED), "measured": read_measured(folder)}
 
 
-def compare(
-    cells: list[dict[str, Any]], reference: list[dict[str, Any]], *, seed: int = 0
+def earlier(
+    results: dict[str, Any], arms: dict[str, Any], answers: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Ratio of accepted lengths with its interval, by temperature, over both, and over both without
-    the prompts that made one of the two loop; of what both were measured on.
+    """Runs of an earlier study of the recipes there are here.
 
-    Raises UserError for cells of other prompts.
+    Raises UserError where its rows were asked for otherwise.
     """
-    others = {(cell["set"], cell["temperature"]): cell for cell in reference}
-    found: dict[str, Any] = {}
-    cells = [cell for cell in cells if (cell["set"], cell["temperature"]) in others]
-    temperatures = sorted({cell["temperature"] for cell in cells})
-    parts = [(f"{t:g}", [t], True) for t in temperatures]
-    for label, chosen, loops in (*parts, ("all", temperatures, True), (CLEAN, temperatures, False)):
-        sets: dict[str, np.ndarray] = {}
-        for cell in (cell for cell in cells if cell["temperature"] in chosen):
-            counts = _counts(cell, others[cell["set"], cell["temperature"]], loops)
-            sets[cell["set"]] = sets.get(cell["set"], 0) + counts
-        pairs = [kept for counts in sets.values() if len(kept := counts[counts.any(axis=1)])]
-        if not pairs:
-            continue
-        random = np.random.default_rng(seed)
-        totals = sum(pair.sum(0) for pair in pairs)
-        samples = sum(
-            random.multinomial(len(pair), [1 / len(pair)] * len(pair), size=RESAMPLES) @ pair
-            for pair in pairs
-        )
-        low, high = np.percentile(ratio_of_ratios(samples.T), (2.5, 97.5))
-        found[label] = {"ratio": float(ratio_of_ratios(totals)), "ci95": [float(low), float(high)]}
-    return found
-
-
-def _counts(cell: dict[str, Any], other: dict[str, Any], loops: bool) -> np.ndarray:
-    """[prompts, 4]: tokens and rounds of the one, then of the other; nothing of prompts that made
-    one of the two loop, unless `loops`."""
-    if cell["prompts"] != other["prompts"]:
-        raise UserError(f"{cell['set']}: measured on other prompts than the reference")
-    columns = (cell["emitted"], cell["rounds"], other["emitted"], other["rounds"])
-    kept = loops | ~(np.array(cell["loops"]) | np.array(other["loops"]))
-    return np.array(columns, dtype=np.float64).T * np.reshape(kept, (-1, 1))
+    asked = [[part["settings"] for part in each] for each in (results["answers"], answers)]
+    if asked[0] != asked[1]:
+        raise UserError("--add: results on rows that were asked for otherwise")
+    recipes = {find_run(name).arm for name in arms}
+    return {name: arm for name, arm in results["arms"].items() if find_run(name).arm in recipes}
 
 
 def _cells(measured: dict[str, Any]) -> str:
@@ -192,22 +165,6 @@ def _summary(arms: dict[str, Any], comparisons: dict[str, Any]) -> str:
             f"{_number(_pooled(arm, 1.0))} | {cells} |"
         )
     return "\n".join(lines)
-
-
-def _speeds(speed: dict[str, Any] | None) -> list[str]:
-    if speed is None:
-        return []
-    lines = ["| way | tokens/s | against plain | same text |", "|---|--:|--:|--:|"]
-    lines += [
-        f"| {way} | {each['tokens_per_second']:.1f} | {each['speed_up']:.2f} | "
-        f"{_same(each['same_text_as_plain'], speed['prompts'])} |"
-        for way, each in speed["ways"].items()
-    ]
-    return ["\n".join(lines)]
-
-
-def _same(count: int | None, prompts: int) -> str:
-    return "-" if count is None else f"{count} of {prompts}"
 
 
 def _interval(found: dict[str, Any] | None) -> str:

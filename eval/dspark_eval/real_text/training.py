@@ -33,7 +33,7 @@ from dspark.files import atomic_write_json
 from dspark.runtime.loading import LoadedTarget
 from dspark_eval.real_text.reuse import ASKED
 from dspark_eval.real_text.start import start_from_layers
-from dspark_eval.real_text.states import HeldStates
+from dspark_eval.real_text.states import HeldStates, StatesOnce
 
 TRIAL, REVISE = 16, 50
 """Steps of the trial, the second half of which count; steps between two estimates."""
@@ -47,7 +47,7 @@ PATIENCE = 75.0
 
 def train_for(
     loaded: LoadedTarget,
-    rows: Sequence[TrainingRow],
+    held: StatesOnce,
     held_out: Sequence[TrainingRow],
     config: DistillConfig,
     seconds: float,
@@ -57,11 +57,12 @@ def train_for(
     from_target: bool = False,
     beside: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """Train a drafter of `config` on `rows` for `seconds` and write its folder; returns its record.
+    """Train a drafter of `config` on rows for `seconds` and write its folder; returns its record.
 
-    `asked` is what decided the run, for those that would repeat it; `held_out` rows are only looked
-    at, under teacher forcing, when it is done; `from_target`: its layers start as the target's;
-    `beside`: folders of runs to start with, at the same moment.
+    `held`: the rows, and their states once one drafter has needed them; `asked` is what decided the
+    run, for those that would repeat it; `held_out` rows are only looked at, under teacher forcing,
+    when it is done; `from_target`: its layers start as the target's; `beside`: folders of runs to
+    start with, at the same moment.
 
     Raises UserError for a configuration that cannot be built, NonFinite where training breaks.
     """
@@ -71,7 +72,7 @@ def train_for(
     drafter = _fresh(config, loaded)
     if from_target:
         start_from_layers(drafter, loaded.target)
-    states = HeldStates(loaded.target, drafter.taps, rows)
+    rows, states = held.rows, held.states(drafter.taps)
     prepared = time.perf_counter() - started
     print(f"states of {len(rows)} rows after {prepared:.1f} s", flush=True)
     ops.forget()
