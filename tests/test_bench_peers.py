@@ -4,12 +4,15 @@ long."""
 from __future__ import annotations
 
 import argparse
+import re
 import time
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+from dspark import ops
 from dspark_kernels.bench import __main__ as command
 from dspark_kernels.bench.harness import Case, Timing
 from dspark_kernels.bench.peers import at_most, share, spread
@@ -73,3 +76,10 @@ def test_ours_is_printed_whatever_the_peer_takes(
     assert rows[1]["peer"] == "fla: not within 0.2 seconds"
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed] == ["8", "16", "8", "16"]
+
+
+def test_every_kernel_is_timed() -> None:
+    """Its module stands among the imports of a benchmark."""
+    told = "\n".join(f.read_text() for f in Path(command.__file__).parent.glob("*.py"))
+    kernels = {op.kernel.split(":")[0] for op in ops._OPS.values() if op.kernel}
+    assert kernels == {name for name in kernels if re.search(rf"\b{name}\b", told)}

@@ -58,3 +58,8 @@ def uniform(seed: Tensor, position: Tensor, stream: int, count: int) -> Tensor:
     words = torch.stack((w0 << 32 | w1, w2 << 32 | w3), dim=-1).flatten(1)[:, :count]
     # A shift of int64 keeps the sign; what is left of it above 53 bits goes.
     return ((words >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+
+
+def moved_bytes(batch: int, count: int) -> int:
+    """Bytes of one call: seeds and positions read, numbers written. It is a launch that counts."""
+    return 8 * batch * (2 + count)

@@ -1,4 +1,4 @@
-"""Absorbed queries and new latents at K3's widths; the peer is torch: product, norm, two copies."""
+"""New latents at K3's widths, alone and with the absorbed queries; the peer is torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from dspark_kernels import latent_write
 from dspark_kernels.bench.harness import Case, Thunk
+from dspark_kernels.latent_write_triton import latent_write as write
 from dspark_kernels.mla_absorb_triton import mla_absorb as kernel
 
 RANK, SHARED, NOPE, VALUE, EPS = 512, 64, 128, 128, 1e-6
@@ -40,7 +41,26 @@ def _make(rows: int, heads: int, ours: bool) -> Thunk:
     return absorb
 
 
+def _write(batch: int, rows: int, ours: bool) -> Thunk:
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+
+    lengths = torch.full((batch,), 20, device="cuda")
+    new, norm = random(batch, rows, RANK + SHARED), random(RANK)
+    call = write if ours else latent_write.latent_write
+    return partial(call, random(batch, 64, RANK + SHARED), new, norm, EPS, lengths)
+
+
 def cases() -> Iterator[Case]:
+    for batch, rows in ((1, 8), (64, 8)):
+        yield Case(
+            f"write, {batch} x {rows} rows",
+            2 * (2 * batch * rows * (RANK + SHARED) + RANK),
+            0,
+            partial(_write, batch, rows, True),
+            partial(_write, batch, rows, False),
+            "torch",
+        )
     for rows, heads in ((1, 32), (8, 32), (1, 96), (8, 96)):
         nbytes, flops = latent_write.cost(rows, heads, RANK, SHARED, NOPE)
         yield Case(
