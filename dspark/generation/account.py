@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import RenderableType
 from rich.table import Table
 
 from dspark.generation.reader import Piece
@@ -110,19 +109,20 @@ class Account:
         }
         return ", ".join([*parts, ended[self.finish]])
 
-    def parts(self) -> list[RenderableType]:
+    def parts(self) -> list[Table | str]:
         """What --stats prints: the table, if there were rounds, and the summary."""
         return [self.table(), self.summary()] if self.rounds else [self.summary()]
 
     def table(self) -> Table:
         """One line for each round."""
-        table = Table(box=None, pad_edge=False, header_style="bold")
+        # nine columns stand in 80 places: one space between them, and confidence on more lines
+        table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
         for name in ("round", "drafted", "verified", "accepted"):
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", no_wrap=True)
         table.add_column("level", no_wrap=True)
-        table.add_column("confidence, %", min_width=len("confidence, %"))
+        table.add_column("confidence, %")
         for name in ("draft ms", "verify", "other"):
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", no_wrap=True)
         for number, record in enumerate(self.rounds, start=1):
             table.add_row(str(number), *_cells(record))
         return table

@@ -25,6 +25,7 @@ from dspark.draft.checkpoint import load_drafter, read_config
 from dspark.draft.golden_check import golden_warnings
 from dspark.draft.model import DSparkDrafter
 from dspark.files import prepare_folder
+from dspark.fitting import say, show
 from dspark.generation.account import SCHEMA_VERSION, Account
 from dspark.generation.asked import endings, prompt_ids, read_prompt, rules_of
 from dspark.generation.options import GenerateOptions
@@ -81,7 +82,7 @@ def run_generate(options: GenerateOptions, remarks: Sequence[str] = ()) -> dict[
 
     def read(emitted: Sequence[Emitted]) -> None:
         while unsaid:
-            notes.print(unsaid.pop(0), soft_wrap=True)
+            say(notes, unsaid.pop(0))
         reader.read(emitted)
 
     account = _decode(options, loaded, ids, stop, ends, read)
@@ -90,7 +91,10 @@ def run_generate(options: GenerateOptions, remarks: Sequence[str] = ()) -> dict[
     screen.finish()
     if options.stats:
         for part in account.parts():
-            notes.print(part, soft_wrap=isinstance(part, str))
+            if isinstance(part, str):
+                say(notes, part)
+            else:
+                show(notes, part)
     if isinstance(screen, Marked) and options.svg is not None:
         screen.picture(options.svg, options.command(), account.parts() if options.stats else ())
     document = _document(options, loaded, prompt, ids, reader, account)

@@ -33,7 +33,7 @@ from dspark.runtime.target import Target
 from dspark_eval import metrics
 from dspark_eval.asked import Decoding
 from dspark_eval.compare_figures import held_against_the_law, summaries
-from dspark_eval.compare_table import markdown
+from dspark_eval.compare_table import markdown, print_comparison
 from dspark_eval.contenders import PLAIN, Contender, chat_of, open_contender
 from dspark_eval.environment import describe_environment
 from dspark_eval.fidelity import fidelity_warnings
@@ -109,12 +109,11 @@ def run_compare(options: CompareOptions) -> dict[str, Any]:
     if options.out is not None:
         prepare_folder(options.out)
     document = compare_all(loaded, options)
-    text = markdown(document)
     if options.out is not None:
         atomic_write_json(options.out / COMPARE_FILE, document)
-        atomic_write_text(options.out / TABLE_FILE, text)
+        atomic_write_text(options.out / TABLE_FILE, markdown(document))
     if not options.quiet:
-        print(text)
+        print_comparison(document)
     return document
 
 

@@ -1,10 +1,15 @@
-"""A comparison as a table, one for each suite: markdown that reads well on a terminal too."""
+"""A comparison as a table, one for each suite: markdown, and on a terminal whatever fits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dspark.fitting import say, show
 from dspark.wording import counted
 from dspark_eval.cells import NOT_MEASURED, interval, number, percent
 
@@ -24,17 +29,45 @@ HEAD = (
 
 def markdown(document: Mapping[str, Any]) -> str:
     """The setting in a line, a table for each suite, and what to be warned of."""
+    lines = [_setting(document)]
+    for title, rows in _suites(document):
+        lines += ["", title, "", *table(HEAD, rows)]
+    lines += [f"\nwarning: {text}" for text in document["warnings"]]
+    return "\n".join(lines) + "\n"
+
+
+def print_comparison(document: Mapping[str, Any], console: Console | None = None) -> None:
+    """The same on stdout: markdown, but on a terminal tables that it has room for."""
+    console = console or Console(markup=False)
+    if not console.is_terminal:
+        console.file.write(markdown(document) + "\n")
+        return
+    say(console, _setting(document))
+    for title, rows in _suites(document):
+        shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        for name in HEAD:
+            shown.add_column(name.replace(" [", "\n["), no_wrap=True)
+        for row in rows:
+            shown.add_row(*row)
+        show(console, shown)
+    for text in document["warnings"]:
+        say(console, f"warning: {text}")
+
+
+def _setting(document: Mapping[str, Any]) -> str:
     length = document["draft_length"] or "each its own block"
-    lines = [
+    return (
         f"Target {document['target']}, temperature {document['temperature']:g}, draft length "
         f"{length}, verification {document['verification']}; first: {document['reference']}"
-    ]
+    )
+
+
+def _suites(document: Mapping[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
+    """A title and the rows under `HEAD` of each suite."""
     kinds = {entry["name"]: entry for entry in document["contenders"]}
     for name, suite in document["suites"].items():
         rows = [_row(entry, kinds[entry["name"]]) for entry in suite["contenders"]]
-        lines += ["", f"{name}, {suite['n_prompts']} prompts", "", *table(HEAD, rows)]
-    lines += [f"\nwarning: {text}" for text in document["warnings"]]
-    return "\n".join(lines) + "\n"
+        yield f"{name}, {counted(suite['n_prompts'], 'prompt')}", rows
 
 
 def _row(entry: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:

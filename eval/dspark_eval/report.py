@@ -17,10 +17,10 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from dspark.fitting import say, show
 from dspark.reading import shown_in
 from dspark.wording import counted
 from dspark_eval.cells import NOT_MEASURED, interval, number, percent, rate
-from dspark_eval.fitting import show
 from dspark_eval.report_notes import (
     cost_lines,
     evaluation_lines,
@@ -55,7 +55,7 @@ def progress(title: str, total: int, quiet: bool = False) -> Iterator[Callable[[
 
 def print_bench(runs: Sequence[Run], console: Console | None = None) -> None:
     """One table, a row for each sampling setting, and the transformers peer where measured."""
-    console = console or Console()
+    console = console or Console(markup=False)
     first = runs[0]
     table = Table(title=_bench_title(first), title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("decoding", no_wrap=True)
@@ -75,7 +75,7 @@ def print_bench(runs: Sequence[Run], console: Console | None = None) -> None:
         table.add_row(peer["name"].replace(" (", "\n("), rate(peer["tokens_per_s"]), *[""] * 5)
     show(console, table)
     for line in _bench_notes(runs):
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, line)
 
 
 def _add_run(table: Table, run: Run) -> None:
@@ -141,7 +141,7 @@ def _bench_notes(runs: Sequence[Run]) -> Iterator[str]:
 
 def print_eval(document: dict[str, Any], console: Console | None = None) -> None:
     """One row for each prompt set, then acceptance by position."""
-    console = console or Console()
+    console = console or Console(markup=False)
     title = (
         f"{document['drafter']} drafts for {document['target']}: temperature "
         f"{document['temperature']:g}, {policy_words(next(iter(document['suites'].values())))}"
@@ -178,9 +178,9 @@ def print_eval(document: dict[str, Any], console: Console | None = None) -> None
         for lines in (outcome_lines, relaxed_line, evaluation_lines):
             said += lines(suite, name)
         for line in said:
-            console.print(line, highlight=False, soft_wrap=True)
+            say(console, line)
     for warning in document["warnings"]:
-        console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
+        say(console, f"warning: {warning}")
 
 
 def _confidence_line(found: dict[str, Any]) -> str:
@@ -194,7 +194,7 @@ def _confidence_line(found: dict[str, Any]) -> str:
 
 def print_calibration(document: dict[str, Any], path: str, console: Console | None = None) -> None:
     """A block for each setting: calibration error of the survival by slot, before and after."""
-    console = console or Console()
+    console = console or Console(markup=False)
     slots = len(document["settings"][0]["temperatures"])
     title = (
         f"{document['drafter']} drafts for {document['target']}: calibration error of the "
@@ -208,26 +208,24 @@ def print_calibration(document: dict[str, Any], path: str, console: Console | No
         _add_setting(table, report)
     show(console, table)
     for report in document["settings"]:
-        console.print(
+        say(
+            console,
             f"temperature {report['temperature']:g}: {counted(report['rounds'], 'round')} of "
             f"{counted(report['prompts'], 'prompt')}; average after "
             f"{percent(report['average_ece_after'])} "
             f"{_percent_interval(report['average_ece_after_ci95'])}; AUC by slot "
             f"{' '.join(number(value, 2) for value in report['auc'])}",
-            highlight=False,
-            soft_wrap=True,
         )
         for line in stops_lines(report):
-            console.print(line, highlight=False, soft_wrap=True)
-    console.print(
+            say(console, line)
+    say(
+        console,
         "After the fit: on prompts not fitted on. A perfect forecast: what chance alone shows on "
         "as many rounds; more prompts lower it.",
-        highlight=False,
-        soft_wrap=True,
     )
     for warning in document["warnings"]:
-        console.print(f"warning: {warning}", highlight=False, soft_wrap=True)
-    console.print(f"written to {path}", highlight=False, soft_wrap=True)
+        say(console, f"warning: {warning}")
+    say(console, f"written to {path}")
 
 
 def _add_setting(table: Table, report: dict[str, Any]) -> None:

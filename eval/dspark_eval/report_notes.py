@@ -133,9 +133,12 @@ def evaluation_lines(suite: Mapping[str, Any], name: str) -> Iterator[str]:
     """What else an evaluation found: costs of a round, answers, texts, thresholds."""
     sure = suite["estimates"]["accepted_length"]
     turns = f" in {counted(suite['n_turns'], 'turn')}" * (suite["n_turns"] > suite["n_prompts"])
+    spread = ""
+    if sure["spread"] is not None:  # of one prompt there is none
+        spread = f", accepted length of a prompt +- {number(sure['spread'], 2)}"
     yield (
         f"{name}: {counted(suite['n_rounds'], 'round')} of {counted(sure['n_prompts'], 'prompt')}"
-        f"{turns}, accepted length of a prompt +- {number(sure['spread'], 2)}; without the bonus "
+        f"{turns}{spread}; without the bonus "
         f"{number(suite['accepted_length_without_bonus'], 2)}, block efficiency "
         f"{number(suite['block_efficiency'], 2)}, drafting takes "
         f"{percent(suite['draft_share'])} of the time"
