@@ -20,7 +20,7 @@ from dspark_eval.real_text.runs import Run
 from dspark_eval.real_text.schedule import MEASURING, OVERHEAD, SPEED, Job
 from dspark_eval.real_text.training import TRAINED
 
-BESIDE_BATCH, BESIDE_MEMORY = 96, 6.0
+BESIDE_BATCH, BESIDE_MEMORY = 64, 5.5
 """Prompts measured side by side while others train, and GB that it may take: four trainings of 33
 leave little of an H200."""
 READY = ("answer", "warm")

@@ -4,8 +4,8 @@ Everything runs in one process on the same model and the same prompts, greedy un
 otherwise; each prompt goes through all ways before the next one, so that whatever else the machine
 does meets all of them. `plain` and those named after drafters are dspark's loops; `generate` is
 transformers' own, `prompt_lookup` its assisted generation with n-grams of the text, `early_exit`
-one with the first half of the model's own layers as the draft model. That is all there is at
-hand: no smaller model has this tokenizer, and a drafter that reads the target's states is no model that
+that by the first half of the model's own layers. That is all there is at hand: no
+smaller model has this tokenizer, and a drafter that reads the target's states is no model that
 transformers would take. A loop over Python is what is timed, and a small model leaves the GPU idle
 for most of it: ratios are of this runtime, and no bound on what a serving engine gets.
 """
@@ -39,7 +39,9 @@ from dspark_eval.real_text.reuse import ASKED, is_there
 SPEED = "speed.json"
 LOOKUP_TOKENS = 7
 SAMPLED = ", T = 1"
-Way = Callable[[list[int]], list[int]]
+WARM_TOKENS = 8
+Way = Callable[[list[int], int], list[int]]
+"""An answer to a prompt, of so many tokens at most."""
 
 
 def measure_speed(
@@ -63,10 +65,10 @@ def measure_speed(
     prompt_lists = in_turn(
         [prompt_ids(read_prompts([path]).rows[:per_set], chat) for path in test_files(prompts)]
     )
-    ways = _ways(loaded, out, arms, max_new_tokens)
+    ways = _ways(loaded, out, arms)
     runs: dict[str, list[tuple[list[int], float]]] = {name: [] for name in ways}
     for way in ways.values():
-        way(prompt_lists[0])  # warm
+        way(prompt_lists[0], min(WARM_TOKENS, max_new_tokens))
     document: dict[str, Any] = {
         ASKED: dict(asked),
         "asked_prompts": len(prompt_lists),
@@ -78,7 +80,7 @@ def measure_speed(
     }
     for at, ids in enumerate(prompt_lists):
         for name, way in ways.items():
-            runs[name].append(_timed(way, ids, target.device))
+            runs[name].append(_timed(way, ids, max_new_tokens, target.device))
         figures = {name: _figures(name, found, runs["plain"]) for name, found in runs.items()}
         document |= {"prompts": at + 1, "ways": figures}
         atomic_write_json(out / SPEED, document)  # what a run that ends early has measured
@@ -123,7 +125,8 @@ def _figures(
     }
 
 
-def _ways(loaded: LoadedTarget, out: Path, arms: Sequence[str], new: int) -> dict[str, Way]:
+def _ways(loaded: LoadedTarget, out: Path, arms: Sequence[str]) -> dict[str, Way]:
+    """All of them, the last of the drafters at temperature 1 too."""
     target = loaded.target
     assert isinstance(target, HFTarget)
 
@@ -131,13 +134,13 @@ def _ways(loaded: LoadedTarget, out: Path, arms: Sequence[str], new: int) -> dic
         drafter = load_drafter(out / arm, target, dtype=target.dtype, device=target.device)
         decoder = SpeculativeDecoder(target, drafter.eval())
         sampling = SamplingParams(temperature)
-        return lambda ids: decoder.generate(ids, max_new_tokens=new, sampling=sampling).tokens
+        return lambda ids, new: decoder.generate(ids, max_new_tokens=new, sampling=sampling).tokens
 
     model, pad = target.parts.model, target.end_token_ids[0]
 
     def assisted(options: dict[str, Any]) -> Way:
         @torch.inference_mode()
-        def run(ids: list[int]) -> list[int]:
+        def run(ids: list[int], new: int) -> list[int]:
             tokens = torch.tensor([ids], device=target.device)
             out = model.generate(
                 input_ids=tokens,
@@ -153,23 +156,20 @@ def _ways(loaded: LoadedTarget, out: Path, arms: Sequence[str], new: int) -> dic
 
     greedy = SamplingParams()
     return {
-        "plain": lambda ids: (
+        "plain": lambda ids, new: (
             plain_generate(target, ids, max_new_tokens=new, sampling=greedy).tokens
         ),
-        **{
-            f"{arm}{label}": drafted(arm, temperature)
-            for arm in arms
-            for label, temperature in (("", 0.0), (SAMPLED, 1.0))
-        },
+        **{arm: drafted(arm, 0.0) for arm in arms},
+        **{f"{arm}{SAMPLED}": drafted(arm, 1.0) for arm in arms[-1:]},
         "generate": assisted({}),
         "prompt_lookup": assisted({"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
         "early_exit": assisted({"assistant_early_exit": max(1, target.num_layers // 2)}),
     }
 
 
-def _timed(way: Way, ids: list[int], device: torch.device) -> tuple[list[int], float]:
+def _timed(way: Way, ids: list[int], new: int, device: torch.device) -> tuple[list[int], float]:
     started = time.perf_counter()
-    text = way(ids)
+    text = way(ids, new)
     if device.type == "cuda":
         torch.cuda.synchronize()
     return text, time.perf_counter() - started
