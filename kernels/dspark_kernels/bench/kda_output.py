@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,12 +41,28 @@ def cost(heads: int, hidden: int, factors: int) -> tuple[int, int]:
 
 
 def _apart(
-    *, weight: Tensor, residual: Tensor, A_log: Tensor, dt_bias: Tensor, rows: Tensor, **given: Any
+    *,
+    rows: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    eps: float,
+    lower_bound: float | None,
+    weight: Tensor,
+    residual: Tensor,
+    **given: Tensor,
 ) -> Tensor:
-    none = {f"held_{name}": rows.new_empty(1, 0, len(x)) for name, x in
-            (("decay", dt_bias), ("beta", A_log))}  # fmt: skip
-    accepted = torch.zeros(1, dtype=torch.int64, device="cuda")
-    y = decode(rows, A_log=A_log, dt_bias=dt_bias, accepted=accepted, fold=True, **none, **given)
+    y = decode(
+        rows,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        eps=eps,
+        lower_bound=lower_bound,
+        held_decay=rows.new_empty(1, 0, len(dt_bias)),
+        held_beta=rows.new_empty(1, 0, len(A_log)),
+        accepted=torch.zeros(1, dtype=torch.int64, device="cuda"),
+        fold=True,
+        **given,
+    )
     return project(y.flatten(0, 1), weight, residual=residual)
 
 
