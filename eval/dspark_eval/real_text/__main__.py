@@ -212,8 +212,9 @@ def _play(options: argparse.Namespace, lanes: list[list[Job]]) -> None:
 def _target(options: argparse.Namespace) -> LoadedTarget:
     device = find_device(options.device, "--device")
     if device.type == "cuda" and options.memory:
-        there = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * 1e9 / there), device)
+        index = device.index or 0
+        there = torch.cuda.get_device_properties(index).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * 1e9 / there), index)
     return load_target(options.target, dtype=getattr(torch, options.dtype), device=device)
 
 
