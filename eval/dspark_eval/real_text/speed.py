@@ -179,7 +179,7 @@ def speeds_table(speed: Mapping[str, Any]) -> str:
     """A row for each way."""
     lines = ["| way | tokens/s | against plain | same text |", "|---|--:|--:|--:|"]
     for way, each in speed["ways"].items():
-        low, high = each["speed_up_ci95"] or (float("nan"), float("nan"))
+        low, high = each.get("speed_up_ci95") or (float("nan"), float("nan"))
         count = each["same_text_as_plain"]
         same = "-" if count is None else f"{count} of {speed['prompts']}"
         lines.append(
