@@ -118,11 +118,12 @@ def test_replays_are_deterministic(config: K3Config) -> None:
     assert runs[0][0] == alone
 
 
-def test_frames_of_several_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seats", [1, 2])
+def test_frames_of_several_sizes(seats: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs of one decoder in any order: plain after large, large after plain."""
     target, drafter = on_gpu(SMALL), make_drafter(DRAFTERS["kda"]).to(GPU)
-    decoder = GraphDecoder(target, drafter, seats=2, max_length=60, policy=Auto(Fixed(BLOCK)))
-    assert all(replay.recorded for replay in decoder.replays.values())
+    decoder = GraphDecoder(target, drafter, seats=seats, max_length=60, policy=Auto(Fixed(BLOCK)))
+    assert decoder.turns.recorded
     turns = iter([4, 0, 0, 1, 2, 0, 4, 1, 4, 2] * 20)
     monkeypatch.setattr(decoder.rule, "next", lambda seats: next(turns))
     asked = requests(length=20)

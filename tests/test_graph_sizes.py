@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from dspark import ops
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
+from dspark.runtime import graph_taps, graph_turns
 from dspark.runtime.cost_model import BatchCosts, CostModel
 from dspark.runtime.graph_decode import GraphDecoder
+from dspark.runtime.graph_frame import Drafting
 from dspark.runtime.graph_sizes import ByRate, ByWish, frame_sizes, size_rule
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.policies import (
@@ -117,6 +121,39 @@ def test_any_order_of_sizes_gives_the_same_texts(
     verified = {r.verified for g in found for r in g.rounds}
     assert verified >= {0, 1, 2, 4}
     assert {r.level for g in found for r in g.rounds} == {0, 2, 3}
+
+
+@pytest.mark.parametrize("backbone", ["sliding", "mla", "kda"])
+def test_taps_of_plain_frames_are_read_before_a_draft(
+    target: K3Target, backbone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stretches of plain frames, longer than there are places: drafts are those of a context that
+    read every row at once, and it stands where the target does whenever it is asked."""
+    made, asked = make_drafter(DRAFTERS[backbone]), requests(3, length=12)
+    propose = Drafting.propose
+
+    def drafts(places: int) -> list[ops.Drafted]:
+        seen: list[ops.Drafted] = []
+        for module in (graph_taps, graph_turns):
+            monkeypatch.setattr(module, "PLACES", places)
+        decoder = GraphDecoder(target, made, seats=2, max_length=40, policy=Auto(Fixed(BLOCK)))
+        turns = iter([0, 0, 4, 0, 0, 0, 0, 0, 2, 4, 0, 0, 0, 0, 1] * 9)
+        monkeypatch.setattr(decoder.rule, "next", lambda seats: next(turns))
+
+        def draft(self: Drafting, *rest: Any) -> ops.Drafted:
+            assert torch.equal(self.context.lengths, decoder.cache.lengths)
+            seen.append(propose(self, *rest))
+            return seen[-1]
+
+        monkeypatch.setattr(Drafting, "propose", draft)
+        found = decoder.generate_many(asked)
+        assert [g.tokens for g in found] == plain_texts(target, asked)
+        assert set(decoder.frame_sizes) == {0, 1, 2, 4}
+        return seen
+
+    for at_once, late in zip(drafts(1), drafts(3), strict=True):
+        assert torch.equal(at_once.tokens, late.tokens)
+        torch.testing.assert_close(at_once.entropy, late.entropy)
 
 
 def test_auto_decodes_plainly_where_drafts_are_wrong(

@@ -224,7 +224,7 @@ def test_the_kernel_on_trees(device: str, T: int, R: int, bound: float | None) -
 
 
 @on_each_device
-@pytest.mark.parametrize(("T", "R"), [(1, 0), (5, 0), (2, 4)])
+@pytest.mark.parametrize(("T", "R"), [(1, 0), (5, 0), (2, 4), (1, 9)])
 @pytest.mark.usefixtures("poison")
 def test_the_kernel_folds_new_rows(device: str, T: int, R: int) -> None:
     call = round_of(T=T, R=R)

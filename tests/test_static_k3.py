@@ -164,6 +164,28 @@ def test_seats_come_and_go_and_rejected_rows_may_hold_anything() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("seats", [1, 3])
+@pytest.mark.parametrize("config", [TINY, PLAIN], ids=["k3", "kimi-linear"])
+def test_plain_steps_among_drafts_fold_their_rows(config: K3Config, seats: int) -> None:
+    """What waits in the slots is folded by the first of them, and a draft goes on from the last."""
+    model = tiny_model(config)
+    decoder = StaticDecoder(model)
+    caches = prefilled(model, [5, 2, 9][:seats], decoder)
+    theirs, mine = caches
+    for step, rows in enumerate((4, 1, 1, 1, 3, 4, 1)):
+        plain = rows == 1
+        waits = bool(mine.accepted.any())
+        used = mine.folding(waits=waits) if plain else mine
+        both(model, decoder, (theirs, used), tiny_tokens(seats, rows, config, seed=step))
+        counts = torch.ones(seats, dtype=torch.int64) if plain else torch.tensor([2, 0, 3][:seats])
+        theirs.commit(counts)
+        used.commit(counts)
+        if plain:
+            mine.accepted.zero_()
+        assert torch.equal(theirs.lengths, mine.lengths)
+
+
+@torch.no_grad()
 def test_more_rows_than_kernels_take_go_in_parts() -> None:
     """Five seats of five rows: 25 rows, experts in two parts."""
     model = tiny_model()

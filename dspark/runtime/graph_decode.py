@@ -15,6 +15,7 @@ depends on letters that were read (`graph_sizes`). No rules: they would need the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ from dspark.runtime.graph_replay import Replay
 from dspark.runtime.graph_run import GraphRun
 from dspark.runtime.graph_seats import Chances, GraphSeats
 from dspark.runtime.graph_sizes import SMALL, frame_sizes, size_rule
+from dspark.runtime.graph_taps import WaitingTaps
+from dspark.runtime.graph_turns import Between, Turns
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.lanes import Lanes
 from dspark.runtime.policies.fixed import Fixed
@@ -122,35 +125,53 @@ class GraphDecoder:
         self.cache: StaticCache = self.decoder.new_cache(seats, room, most + 1, slots=most > 0)
         self.seats = GraphSeats(seats, target.vocab_size, target.device, most)
         self.drafting: Drafting | None = None
-        if drafter is not None:
+        if drafter is not None and most:
             context = drafter.new_context(seats, room + most + 1, PrivateStorage())
             context.fix_shapes(in_place=True)
             self.drafting = Drafting(drafter, DraftHead(target, drafter.draft_ids), context)
-        chances = Chances(self.sampling, seats, target.device)
         self._alone = Chances(self.sampling, 1, target.device)
-        pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
-        self.replays: dict[int, Replay[FrameResult]] = {}
-        for size in reversed(self.sizes):
-            frame = GraphFrame(
-                self.decoder,
-                self.cache,
-                target.vocab_size,
-                self.seats,
-                self.drafting,
-                size,
-                most if size else 0,
-                chances,
-                turns=len(self.sizes) > 1,
-            )
-            self.replays[size] = Replay(frame.run, target.device, pool)
+        self.turns = self._record(Chances(self.sampling, seats, target.device))
         self.lanes = Lanes(target.device)
         for seat in range(seats):  # recording ran frames on nothing
             self.empty(seat)
 
+    def _record(self, chances: Chances) -> Turns[FrameResult]:
+        target, most, drafting = self.target, self.length, self.drafting
+        pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
+        self._waiting: WaitingTaps | None = None
+        if drafting is not None and 0 in self.sizes:
+            width = len(drafting.drafter.taps.layer_ids) * target.hidden_size
+            batch = self.seats.batch
+            self._waiting = WaitingTaps(batch, width, self.decoder.dtype, target.device)
+
+        def recorded(size: int, cache: StaticCache) -> Replay[FrameResult]:
+            frame = GraphFrame(
+                self.decoder,
+                cache,
+                target.vocab_size,
+                self.seats,
+                drafting,
+                size,
+                most if size else 0,
+                chances,
+                turns=len(self.sizes) > 1,
+                waiting=None if size else self._waiting,
+            )
+            return Replay(frame.run, target.device, pool)
+
+        drafts = {size: recorded(size, self.cache) for size in reversed(self.sizes) if size}
+        if self._waiting is None:
+            return Turns(drafts or {0: recorded(0, self.cache)})
+        plain = recorded(0, self.cache.folding(waits=False))
+        first = recorded(0, self.cache.folding(waits=True))
+        assert drafting is not None
+        read = partial(self._waiting.read, drafting.drafter, drafting.context)
+        return Turns({**drafts, 0: plain}, Between(first, Replay(read, target.device, pool)))
+
     @property
     def replay(self) -> Replay[FrameResult]:
         """The largest frame."""
-        return self.replays[self.length]
+        return self.turns.frames[self.length]
 
     def empty(self, seat: int) -> None:
         """Idle from now on; whatever the seat held is gone."""
@@ -158,6 +179,8 @@ class GraphDecoder:
         self.cache.reset(seat)
         if self.drafting is not None:
             self.drafting.context.reset(seat)
+        if self._waiting is not None:
+            self._waiting.count[seat] = 0
 
     def generate(
         self,

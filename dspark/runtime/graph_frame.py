@@ -5,7 +5,8 @@
     settle    what was accepted, the next anchor, tokens left; the drafter's context reads the rest
 
 A frame without a drafter is a plain step: one row, one token. Frames of several sizes may take
-turns on the same seats: each drafts the whole block and sends what its size allows. No tensor here
+turns on the same seats: each drafts the whole block and sends what its size allows; a plain step
+among them leaves its taps to whoever drafts next (`graph_taps`). No tensor here
 is read by the host and no shape depends on a value. What the host will want to know leaves as a
 letter (`dspark_kernels.settle`).
 
@@ -29,6 +30,7 @@ from dspark.k3.static.cache import StaticCache
 from dspark.k3.static.decode import StaticDecoder, StepOutput
 from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.graph_seats import Chances, GraphSeats
+from dspark.runtime.graph_taps import WaitingTaps
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,10 +93,11 @@ class GraphFrame:
         decoder, cache: The target.
         vocab_size: Ids that are tokens.
         drafting: None: frames are plain steps.
-        length: L, at most the trained block; 0: a plain step that feeds the drafter's context.
+        length: L, at most the trained block; 0: a plain step.
         drafted: G, 0 in a plain step.
         chances: Of all seats.
         turns: Whether frames of other sizes take turns with it.
+        waiting: Of a plain step that does so, where its taps wait.
     """
 
     decoder: StaticDecoder
@@ -106,6 +109,7 @@ class GraphFrame:
     drafted: int
     chances: Chances
     turns: bool = False
+    waiting: WaitingTaps | None = None
 
     def run(self) -> FrameResult:
         """Queue the whole frame."""
@@ -139,10 +143,19 @@ class GraphFrame:
             None if draft is None or draft.confidence is None else self._confidence(draft),
             None if draft is None else draft.peak,
         )
-        if self.drafting is not None:
-            assert out.taps is not None
-            self.drafting.drafter.extend(self.drafting.context, out.taps, count)
+        if cache.folds and cache.waits:  # what waited in the slots was folded with the row
+            cache.accepted.zero_()
+        if out.taps is not None:
+            self._remember(out.taps, count)
         return FrameResult(letter, out.chosen)
+
+    def _remember(self, taps: Tensor, count: Tensor) -> None:
+        """What the draft context has to read, now or later."""
+        assert self.drafting is not None
+        if self.waiting is not None:
+            self.waiting.add(taps, count)
+        else:
+            self.drafting.drafter.extend(self.drafting.context, taps, count)
 
     def _judge(self, out: StepOutput, tokens: Tensor, draft: ops.Drafted | None) -> ops.Judged:
         logits = self.decoder.logits(out.last)[..., : self.vocab_size]

@@ -90,7 +90,7 @@ class GraphRun:
             [seat for seat, text in enumerate(self.seated) if text is not None]
         )
         with decoder.lanes.here() as span:
-            result = decoder.replays[size].run()
+            result = decoder.turns.run(size)
         if decoder.on_frame is not None:
             decoder.on_frame(result)
         self.flying.append(_Flying(tuple(self.seated), size, Mail.send(result.letter), span))

@@ -53,6 +53,9 @@ class GraphSeats:
 
     def limit(self, most: int) -> None:
         """The frame that is being queued sends at most so many primaries."""
+        if most == 0:
+            self.sent.zero_()
+            return
         torch.sub(self.left, 1, out=self.sent)
         self.sent.clamp_(0, most)
 

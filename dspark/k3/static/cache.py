@@ -7,7 +7,7 @@ is ever undone, because nothing was done. An MLA layer wrote the latents of the 
 committed ones; accepting moves the length.
 
 A cache without slots is for plain decoding: every row of a step counts, and the state goes past it
-at once.
+at once. ``folding`` lends the seats of one with slots for such steps.
 
     rows      [N, B, W-1+P, C]    window of the convolution, then the slots
     decay     [N, B, P, HK]       decay pre-activations of the slots
@@ -22,6 +22,8 @@ width.
 """
 
 from __future__ import annotations
+
+import copy
 
 import torch
 from torch import Tensor
@@ -58,6 +60,8 @@ class StaticCache:
         slots: bool = True,
     ) -> None:
         self.config, self.max_length, self.most_rows = config, max_length, rows
+        self.folds = not slots
+        """Whether every row of a step counts at once."""
         H, K = config.kda_num_heads, config.kda_head_dim
         full, window = len(config.full_attention_layers), config.kda_conv_size - 1
         linear, count = config.num_hidden_layers - full, rows if slots else 0
@@ -80,9 +84,24 @@ class StaticCache:
         return len(self.lengths)
 
     @property
-    def folds(self) -> bool:
-        """Whether every row of a step counts at once."""
-        return self.decay.shape[2] == 0
+    def waits(self) -> bool:
+        """Whether there are slots, in which accepted rows may wait."""
+        return self.decay.shape[2] > 0
+
+    def folding(self, *, waits: bool) -> StaticCache:
+        """The same seats for steps whose rows all count at once.
+
+        Args:
+            waits: Rows may wait in the slots: a step folds them before its own, and ``accepted`` is
+                to be zeroed behind it. Otherwise it is zero in every seat already.
+        """
+        lent = copy.copy(self)
+        lent.folds = True
+        if not waits:
+            window = self.config.kda_conv_size - 1
+            lent.rows = self.rows[:, :, :window]
+            lent.decay, lent.beta = self.decay[:, :, :0], self.beta[:, :, :0]
+        return lent
 
     @property
     def nbytes(self) -> int:

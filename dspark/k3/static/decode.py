@@ -57,6 +57,11 @@ class _Rows:
     linear: int = 0
     full: int = 0
 
+    @property
+    def alone(self) -> bool:
+        """Whether a single row of each seat is folded at once, and nothing before it."""
+        return self.count == 1 and self.cache.folds and not self.cache.waits
+
 
 class StaticDecoder:
     """A `K3ForCausalLM` as a static pass; the model goes on working and shares the weights."""
@@ -195,7 +200,7 @@ class StaticDecoder:
         inputs = ops.linear_rows(x, mixer.inputs, norm=norm, eps=self.config.rms_norm_eps)
         if isinstance(mixer, MLAWeights):
             out = self._mla(mixer, inputs, rows)
-        elif rows.batch == 1 and rows.count == 1 and rows.cache.folds:
+        elif rows.batch == 1 and rows.alone:
             return self._kda_row(mixer, inputs, rows, residual, soon)
         else:
             out = self._kda(mixer, inputs, rows)
@@ -219,8 +224,7 @@ class StaticDecoder:
         shape = (rows.batch, rows.count, -1)
         raw, gate, decay, beta = inputs.split(w.splits, dim=-1)
         cache, index = rows.cache, rows.linear
-        alone = rows.count == 1 and cache.folds
-        if not alone:
+        if not rows.alone:
             factors, _, rank = w.second.shape
             end = sum(w.splits[:3])
             first = inputs[:, end - factors * rank : end].unflatten(1, (factors, rank))
@@ -246,7 +250,7 @@ class StaticDecoder:
             rows.upto,
             rows.reach,
             cache.folds,
-            w.second if alone else None,
+            w.second if rows.alone else None,
         )
         return out.flatten(0, 1)
 
