@@ -78,3 +78,14 @@ def test_an_own_exit_code_stays_and_a_defect_keeps_its_traceback() -> None:
     assert console.module_command(lambda arguments: None)([]) == 0
     with pytest.raises(ZeroDivisionError):
         console.module_command(lambda arguments: 1 // 0)([])
+
+
+def test_a_table_of_nothing_makes_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mistyped"
+    assert main_of("dspark_eval.real_text")(["table", str(out)]) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err.count("\n")) == ("", 1)
+    assert told.err.startswith(f"error: {out}: no drafter was trained yet")
+    assert not out.exists()

@@ -86,11 +86,11 @@ def test_more_positions_than_the_block_are_not_predicted() -> None:
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda: Machine(gpus=0), "gpus"),
-        (lambda: Machine(share=1.5), "share"),
+        (lambda: Machine(gpus=0), "--gpus: expected"),
+        (lambda: Machine(share=1.5), "--share: expected"),
         (lambda: Machine(wait_s=-1), "waits"),
-        (lambda: rows_bytes(K3, 2, 0, BF16, 2.0), "agreement"),
-        (lambda: project(K3, K3_DRAFTER, Machine(), [1.5]), "conditional"),
+        (lambda: rows_bytes(K3, 2, 0, BF16, 2.0), "--agreement: expected"),
+        (lambda: project(K3, K3_DRAFTER, Machine(), [1.5]), "--conditional: expected"),
     ],
 )
 def test_values_out_of_range_are_refused(make: object, what: str) -> None:
@@ -108,13 +108,19 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert table(found, Machine()).endswith("A projection from bytes, not a measurement.")
 
 
-def test_a_rate_without_end_and_a_negative_context_are_refused(
+def test_a_value_out_of_range_is_refused_under_the_name_of_its_option(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for option, value, said in (("--rate", "inf", "rate:"), ("--context", "-5", "context:")):
+    for option, value, got in (
+        ("--rate", "inf", "inf"), ("--rate", "0", "0"), ("--context", "-5", "-5"),
+        ("--gpus", "0", "0"), ("--share", "1.5", "1.5"), ("--agreement", "nan", "nan"),
+        ("--conditional", "1.5", "1.5"), ("--plain-ms", "nan", ""), ("--plain-ms", "inf", ""),
+    ):  # fmt: skip
         assert main(["--conditional", "0.9", option, value]) == 2
+        said = f"error: {option}: expected " if got else f"error: {option} {value}: the bytes"
         told = capsys.readouterr()
-        assert said in told.err
+        assert told.err.startswith(said)
+        assert told.err.rstrip().endswith(got)
         assert told.err.count("\n") == 1
         assert not told.out
 

@@ -80,7 +80,7 @@ K3_DRAFTER = DraftConfig(
 
 @dataclass(frozen=True)
 class Machine:
-    """What a pass meets.
+    """What a pass meets. Refusals name the options of the command that it is made from.
 
     gpus        number of GPUs that share every weight of the target
     rate        bytes per second of one GPU's memory, as a large copy reaches it
@@ -100,15 +100,18 @@ class Machine:
     row_waits: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "draft_gpus", "rate"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(
-                    f"{name}: expected more than 0 and finite, got {getattr(self, name)}"
-                )
+        for name, value in (
+            ("--gpus", self.gpus), ("--gpus of the draft", self.draft_gpus),
+            ("--rate", self.rate / 1e12),
+        ):  # fmt: skip
+            if not 0 < value < math.inf:
+                raise UserError(f"{name}: expected more than 0 and finite, got {value:g}")
         if not 0 < self.share <= 1:
-            raise UserError(f"share: expected more than 0 and at most 1, got {self.share}")
-        if self.wait_s < 0 or self.draft_wait_s < 0:
-            raise UserError(f"waits: expected 0 or more, got {self.wait_s}, {self.draft_wait_s}")
+            raise UserError(f"--share: expected more than 0 and at most 1, got {self.share:g}")
+        if not (0 <= self.wait_s < math.inf and 0 <= self.draft_wait_s < math.inf):
+            raise UserError(
+                f"waits: expected 0 s or more and finite, got {self.wait_s}, {self.draft_wait_s}"
+            )
 
     def pass_s(self, target_bytes: float, rows: int = 1) -> float:
         """Seconds of a target pass of so many rows that reads so many bytes."""
@@ -136,7 +139,7 @@ def rows_bytes(
 ) -> float:
     """Bytes of a pass of `rows`, whose experts agree by `agreement` in [0, 1]."""
     if not 0 <= agreement <= 1:
-        raise UserError(f"agreement: expected 0 to 1, got {agreement}")
+        raise UserError(f"--agreement: expected 0 to 1, got {agreement}")
     spread = pass_bytes(config, rows, context, dtype)
     one = pass_bytes(config, 1, context, dtype).experts
     return spread.total - agreement * (spread.experts - one)
@@ -157,9 +160,11 @@ def project(
     Raises UserError for a value out of range.
     """
     if context < 0:
-        raise UserError(f"context: expected 0 tokens or more, got {context}")
+        raise UserError(f"--context: expected 0 tokens or more, got {context}")
     if any(not 0 <= chance <= 1 for chance in conditional):
-        raise UserError(f"conditional: expected chances of 0 to 1, got {list(conditional)}")
+        raise UserError(
+            f"--conditional: expected chances of 0 to 1, got {', '.join(map(str, conditional))}"
+        )
     most = min(len(conditional), drafter.block_size)
     draft = weight_bytes(drafter, dtype).total + context_bytes(drafter, context, dtype)
     verify = {n: rows_bytes(target, n, context, dtype, agreement) for n in range(1, most + 2)}
@@ -184,10 +189,10 @@ def fit_wait(machine: Machine, plain_bytes: float, plain_s: float, layers: float
     Raises UserError for a time below that of the bytes alone.
     """
     bytes_s = replace(machine, wait_s=0.0).pass_s(plain_bytes)
-    if plain_s < bytes_s:
+    if not bytes_s <= plain_s < math.inf:
         raise UserError(
             f"--plain-ms {1e3 * plain_s:.2f}: the bytes alone take {1e3 * bytes_s:.2f} ms on this "
-            "machine; expected at least that"
+            "machine; expected at least that, and finite"
         )
     wait = plain_s - bytes_s
     return replace(machine, wait_s=wait, draft_wait_s=layers * wait)

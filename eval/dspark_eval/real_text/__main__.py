@@ -279,7 +279,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--add", type=Path, help="table: results of an earlier study of its arms")
     parser.add_argument("--pass-on", default="", help="all: further options of every step")
     options = parser.parse_args(arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
+    if options.step != "table":  # which reads alone, and may refuse
+        options.out.mkdir(parents=True, exist_ok=True)
     STEPS[options.step](options)
 
 
