@@ -29,6 +29,7 @@ from dspark.errors import UserError
 from dspark_kernels import adamw as adamw_op
 from dspark_kernels import attn_res, distill_loss, kda, kda_states, linear_kda, rng, train_rows
 from dspark_kernels import block_attention as block_attention_op
+from dspark_kernels import grad_norms as grad_norms_op
 from dspark_kernels import kda_decode as kda_decode_op
 from dspark_kernels import kda_linear as kda_linear_op
 from dspark_kernels import kda_output as kda_output_op
@@ -158,7 +159,8 @@ def _mode() -> str:
 
 
 def _on_gpu(args: tuple[Any, ...], more: dict[str, Any]) -> bool:
-    return next((x.is_cuda for x in (*args, *more.values()) if isinstance(x, Tensor)), False)
+    given = (x[0] if isinstance(x, list) and x else x for x in (*args, *more.values()))
+    return next((x.is_cuda for x in given if isinstance(x, Tensor)), False)
 
 
 def by_kernel(name: str, tensor: Tensor) -> bool:
@@ -233,6 +235,7 @@ adamw = _op("adamw", adamw_op.adamw, "adamw_triton:adamw")
 Moments = adamw_op.Moments
 Rates = adamw_op.Rates
 Update = adamw_op.Update
+grad_norms = _op("grad_norms", grad_norms_op.grad_norms, "grad_norms_triton:grad_norms")
 settle = _op("settle", settle_op.settle, "settle_triton:settle")
 Settled = settle_op.Seats
 LETTER_HEADS = settle_op.HEADS

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from dspark import ops
 from dspark.devices import fetch
 from dspark.distill.processes import Processes
 from dspark.distill.rules import Named, master_weights
@@ -108,18 +109,9 @@ class ApartGradients:
     @torch.no_grad()
     def measure(self) -> None:
         """Queue the norms, one a parameter; `finish` reads them."""
-        zero = self.scale.new_zeros(())
-        norms = [zero] * len(self.named)
         found = [self.of(name, p) for name, p in self.named]
-        for dtype in (torch.float32, torch.bfloat16):  # one launch for many, if of one dtype
-            places = [at for at, g in enumerate(found) if g is not None and g.dtype == dtype]
-            if places:
-                kept = [g for g in found if g is not None and g.dtype == dtype]
-                for at, norm in zip(
-                    places, torch._foreach_norm(kept, 2, dtype=torch.float32), strict=True
-                ):
-                    norms[at] = norm
-        self._norms = torch.stack(norms)
+        nothing = self.scale.new_zeros(1)
+        self._norms = ops.grad_norms([nothing if g is None else g for g in found])
         self._landed = fetch(self._norms)
 
     @torch.no_grad()
