@@ -207,7 +207,7 @@ def _calibrated(calibration: Calibration | None) -> tuple[str, ...]:
         return ()
     return tuple(
         f"{entry.setting}: {counted(entry.rounds, 'round')}, ECE {_mean(entry.ece_before)} before "
-        f"and {_mean(entry.ece_after)} after"
+        f"and {_mean(entry.ece_after)} after (a perfect forecast: {_mean(entry.ece_floor)})"
         for entry in calibration.settings
     )
 

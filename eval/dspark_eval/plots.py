@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
+from dspark.files import atomic_file
 from dspark.wording import counted
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def plot_bench(runs: Sequence[Run], path: Path) -> None:
         f"threads: {first['environment']['threads']}, {first['environment']['dtype']}",
         fontsize=10,
     )
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_eval(document: dict[str, Any], path: Path) -> None:
@@ -59,7 +60,7 @@ def plot_eval(document: dict[str, Any], path: Path) -> None:
     draw_positions(axes, curves)
     setting = f"temperature {document['temperature']:g}, draft length {document['draft_length']}"
     axes.set_title(f"{_label(document['target'])}, {setting}", fontsize=10)
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_speed(axes: Axes, runs: Sequence[Run]) -> None:
@@ -180,6 +181,7 @@ def tidy(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
+def save(figure: Figure, path: Path) -> None:
+    """In the format that the ending names; a kill leaves the old picture or the new one."""
+    with atomic_file(path) as fresh:
+        figure.savefig(fresh, dpi=DPI, format=path.suffix.removeprefix(".").lower())

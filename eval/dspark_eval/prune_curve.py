@@ -32,7 +32,7 @@ from dspark.inspection import inspect_drafter
 from dspark.inspection_inputs import read_cost_table
 from dspark.wording import counted
 from dspark_eval.environment import describe_environment
-from dspark_eval.plots import BLUE, DPI, GREY, RED
+from dspark_eval.plots import BLUE, GREY, RED, save
 
 SHARES = (100, 80, 65, 50, 40, 30)
 CURVE_FILE, PLOT_FILE = "curve.json", "curve.png"
@@ -162,8 +162,7 @@ def plot_curve(document: Mapping[str, Any], path: Path) -> None:
         "of recovery",
         fontsize=9,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
+    save(figure, path)
 
 
 def table(document: Mapping[str, Any]) -> str:

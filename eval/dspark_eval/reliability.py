@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.figure import Figure
 
 from dspark.wording import counted
-from dspark_eval.plots import BLUE, DPI, GREY, ORANGE
+from dspark_eval.plots import BLUE, GREY, ORANGE, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,8 +45,7 @@ def plot_reliability(document: Mapping[str, Any], report: Mapping[str, Any], pat
     )
     figure.supxlabel("predicted survival", fontsize=10)
     figure.supylabel("observed survival", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
+    save(figure, path)
 
 
 def _draw_slot(axes: Axes, report: Mapping[str, Any], slot: int) -> None:
@@ -69,8 +68,9 @@ def _draw_slot(axes: Axes, report: Mapping[str, Any], slot: int) -> None:
         axes.scatter(x, y, sizes, color=colour, marker=marker, label=name, alpha=0.85,
                      clip_on=False, zorder=3)  # fmt: skip
     axes.set_title(
-        f"position {slot + 1}: ECE {_percent(report['ece_before'][slot])} to "
-        f"{_percent(report['ece_after'][slot])}, AUC {_number(report['auc'][slot])}",
+        f"position {slot + 1}: AUC {_number(report['auc'][slot])}\n"
+        f"ECE {_percent(report['ece_before'][slot])} to {_percent(report['ece_after'][slot])}, "
+        f"perfect {_percent(report['ece_floor'][slot])}",
         fontsize=8,
     )
     axes.set_xlim(0, 1)

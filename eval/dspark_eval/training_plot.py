@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from dspark_eval.plots import BLUE, DPI, GREY, RED
+from dspark_eval.plots import BLUE, GREY, RED, save
 
 PANELS = (("loss", "loss"), ("accepted_length", "accepted length, teacher forcing"))
 
@@ -34,5 +34,4 @@ def plot_training(history: Sequence[dict[str, Any]], path: Path, title: str = ""
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
+    save(figure, path)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
-from dspark_eval.plots import DPI, GREY, MARKERS, SERIES, tidy
+from dspark_eval.plots import GREY, MARKERS, SERIES, save, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,8 +42,7 @@ def plot_sweeps(document: Mapping[str, Any], path: Path) -> None:
         f"{document['temperature']:g}: replayed rounds of whole blocks; dashed: fitted threshold",
         fontsize=10,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
+    save(figure, path)
 
 
 def _draw(axes: Axes, document: Mapping[str, Any], rule: str, key: str, fitted: float) -> None:

@@ -25,7 +25,7 @@ from dspark.files import atomic_write_json, atomic_write_text
 from dspark_eval.environment import git_revision
 from dspark_eval.reporting import cost, headline, markdown, page
 from dspark_eval.reporting.blocks import Section, block_json
-from dspark_eval.reporting.sources import REPORT_KIND, Found, find, find_all
+from dspark_eval.reporting.sources import REPORT_KIND, Found, as_written, find, find_all
 
 __all__ = ["find", "run_report"]
 
@@ -69,6 +69,11 @@ def run_report(paths: Sequence[Path], out: Path) -> dict[str, Any]:
 def build(found: Sequence[Found]) -> list[Section]:
     """All sections in reading order."""
     sections = [item.section() for item in found]
+    for item in found:  # each alone, so that the one that is not as it should be has a name
+        with as_written(item.path):
+            headline.headline([item])
+            cost.throughput([(item.kind.name, item.value)])
+            headline.origin([item])
     measured = [(item.kind.name, item.value) for item in found]
     first, rates = headline.headline(found), cost.throughput(measured)
     return [
@@ -88,7 +93,8 @@ def _draw(section: Section, number: int, out: Path) -> dict[str, str]:
     """Every picture as a PNG: its name to its file's."""
     files = {picture.name: f"{number:02d}-{picture.name}.png" for picture in section.pictures}
     for picture in section.pictures:
-        picture.draw(out / files[picture.name])
+        with as_written(section.source or section.title):
+            picture.draw(out / files[picture.name])
     return files
 
 

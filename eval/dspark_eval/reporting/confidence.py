@@ -100,7 +100,9 @@ def pooled(setting: Setting, way: str) -> list[tuple[float, float, int]]:
 
 def draw_reliability(axes: Axes, setting: Setting) -> None:
     """Two lines over the diagonal; the area of a mark tells how many forecasts it stands for."""
-    axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle="--")
+    floor = percent(setting["average_ece_floor"])
+    axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle="--",
+              label=f"perfect: ECE {floor}")  # fmt: skip
     for way, colour, marker, line in WAYS:
         points = pooled(setting, way)
         if not points:
@@ -148,8 +150,12 @@ def _pooled_alt(setting: Setting) -> str:
 
 def _ece_alt(setting: Setting) -> str:
     return "; ".join(
-        f"Calibration error by position {way}: " + " ".join(map(percent, setting[f"ece_{way}"]))
-        for way in ("before", "after")
+        f"Calibration error by position {said}: " + " ".join(map(percent, setting[f"ece_{way}"]))
+        for way, said in (
+            ("before", "before"),
+            ("after", "after"),
+            ("floor", "of a perfect forecast"),
+        )
     )
 
 

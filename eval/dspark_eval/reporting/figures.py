@@ -16,7 +16,6 @@ from matplotlib.ticker import MaxNLocator
 
 from dspark_eval.plots import (
     BLUE,
-    DPI,
     GREEN,
     GREY,
     MARKERS,
@@ -25,6 +24,7 @@ from dspark_eval.plots import (
     RED,
     SERIES,
     SKY,
+    save,
     tidy,
 )
 
@@ -48,12 +48,6 @@ def panel(
         axes.set_title("")
         axes.set_title(title, fontsize=8.5, color=GREY, loc="left")
         save(figure, path)
-
-
-def save(figure: Figure, path: Path) -> None:
-    """In the format that the ending names."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
 
 
 def plot_lengths(bins: Sequence[Mapping[str, Any]], key: str, title: str, path: Path) -> None:

@@ -18,7 +18,7 @@ from dspark_eval.reporting.words import name
 
 HEADS = (
     "drafter, prompt set, temperature T", "speed-up", "accepted length", "accepted drafts",
-    "prompts", "same as plain", "calibration error",
+    "prompts", "same as plain", "calibration error\n(of a perfect forecast)",
 )  # fmt: skip
 TIMED = ("bench", "frames", "comparison", "eval")
 Document = Mapping[str, Any]
@@ -27,7 +27,9 @@ Document = Mapping[str, Any]
 def headline(found: Sequence[Found]) -> Section | None:
     """One row for each setting that was measured; None where nothing was decoded."""
     errors = {
-        (name(item.value["drafter"]), setting["temperature"]): setting["average_ece_after"]
+        (name(item.value["drafter"]), setting["temperature"]): _error(
+            setting["average_ece_after"], setting["average_ece_floor"]
+        )
         for item in found
         if item.kind.name == "calibration"
         for setting in item.value["settings"]
@@ -41,7 +43,8 @@ def headline(found: Sequence[Found]) -> Section | None:
             "decoding of the same target in the same process. Same as plain: greedy texts equal to "
             "plain decoding's, or tokens that the target confirmed when it read them again. "
             "Calibration error: of the predicted survival, on the set itself where eval measured "
-            "it, else after calibrate's fit. Brackets: 95 % over prompts."
+            "it, else after calibrate's fit; behind it what chance alone shows on as many rounds. "
+            "Square brackets: 95 % over prompts."
         ),
         table("Everything that was decoded", HEADS, rows),
         *notes(_doubts(found)),
@@ -71,7 +74,7 @@ def subject(found: Sequence[Found]) -> str:
     return "; ".join(filter(None, parts))
 
 
-def _rows(item: Found, errors: Mapping[tuple[str, float], float]) -> Iterator[Sequence[str]]:
+def _rows(item: Found, errors: Mapping[tuple[str, float], str]) -> Iterator[Sequence[str]]:
     value = item.value
     if item.kind.name == "bench":
         for run in value.get("runs", [value]):
@@ -98,12 +101,14 @@ def _row(
     figures: Document,
     temperature: float,
     same: str,
-    errors: Mapping[tuple[str, float], float],
+    errors: Mapping[tuple[str, float], str],
 ) -> Sequence[str]:
     drafter = name(value.get("drafter") or value["target"])
     speedup = figures["speedup"]
-    measured = (figures.get("confidence") or {}).get("average_ece")
-    error = errors.get((drafter, temperature)) if measured is None else measured
+    own = figures.get("confidence")
+    error = errors.get((drafter, temperature), NOT_MEASURED)
+    if own and own["average_ece"] is not None:
+        error = _error(own["average_ece"], own["average_ece_floor"])
     return (
         f"{drafter}\n{prompts}, T = {temperature:g}",
         NOT_MEASURED if speedup is None
@@ -112,8 +117,13 @@ def _row(
         percent(figures.get("acceptance_rate")),
         str(figures["n_prompts"]),
         same,
-        percent(error),
+        error,
     )  # fmt: skip
+
+
+def _error(measured: float | None, floor: float | None) -> str:
+    """A calibration error means something beside its floor alone: few rounds show a large one."""
+    return NOT_MEASURED if measured is None else f"{percent(measured)} ({percent(floor)})"
 
 
 def _compared(value: Document, prompts: str, suite: Document, entry: Document) -> Sequence[str]:

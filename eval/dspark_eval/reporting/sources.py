@@ -10,6 +10,7 @@ and so is a damaged one: a number must not be missing from a page without a word
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,23 @@ class Found:
 
     def section(self) -> Section:
         """What is shown of it. Raises UserError where it lacks what its kind should hold."""
-        try:
+        with as_written(self.path):
             return self.kind.section(str(self.path), self.value)
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as problem:
-            raise UserError(
-                f"{self.path}: not as this version of dspark writes it ({problem!r}); measure "
-                "again, or leave it out"
-            ) from None
+
+
+@contextmanager
+def as_written(path: Path | str) -> Iterator[None]:
+    """Inside, whatever a file's value lacks or has of another sort is a UserError naming it."""
+    try:
+        yield
+    except _OTHERWISE as problem:
+        raise UserError(
+            f"{path}: not as this version of dspark writes it ({problem!r}); measure again, or "
+            "leave it out"
+        ) from None
+
+
+_OTHERWISE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError)
 
 
 def _has(*keys: str) -> Callable[[Any], bool]:
@@ -139,22 +150,25 @@ def _known(files: Sequence[Path]) -> Iterator[Found]:
         if kind is None or (kind is STUDY and path.name != STUDY_FILE):
             continue
         _refuse_newer(path, value, kind.newest)
-        yield Found(kind, path, kind.load(path, value))
+        with as_written(path):
+            loaded = kind.load(path, value)
+        yield Found(kind, path, loaded)
 
 
 def _of_report(path: Path, value: Mapping[str, Any]) -> Iterator[Found]:
     """What an earlier report was made from."""
     _refuse_newer(path, value, 1)
     kinds = {kind.name: kind for kind in KINDS}
-    for source in value.get("sources", ()):
-        kind = kinds.get(source["kind"])
+    with as_written(path):
+        sources = [(s["kind"], Path(s["path"]), s["value"]) for s in value.get("sources", ())]
+    for name, place, held in sources:
+        kind = kinds.get(name)
         if kind is None:
             raise UserError(
-                f"{path}: holds a {source['kind']!r}, which this dspark does not know; update "
-                "dspark"
+                f"{path}: holds a {name!r}, which this dspark does not know; update dspark"
             )
-        _refuse_newer(path, source["value"], kind.newest)
-        yield Found(kind, Path(source["path"]), source["value"])
+        _refuse_newer(path, held, kind.newest)
+        yield Found(kind, place, held)
 
 
 def _refuse_newer(path: Path, value: Any, newest: int) -> None:

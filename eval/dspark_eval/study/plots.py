@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from dspark.wording import counted
-from dspark_eval.plots import BLUE, DPI, GREY, MARKERS, SERIES
+from dspark_eval.plots import BLUE, GREY, MARKERS, SERIES, save
 from dspark_eval.study.markdown import measurement_name, short_count
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def plot_accepted(document: dict[str, Any], path: Path) -> None:
         f"mean; dashed: {document['reference']})",
         fontsize=9,
     )
-    _save(figure, path)
+    save(figure, path)
 
 
 def plot_positions(document: dict[str, Any], path: Path) -> None:
@@ -128,9 +128,4 @@ def _finish(figure: Figure, axes: Axes, path: Path) -> None:
     """The legend beside the last panel, and the file."""
     _tidy(axes)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)
-    _save(figure, path)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI)
+    save(figure, path)
