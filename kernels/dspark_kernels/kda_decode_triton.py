@@ -12,7 +12,7 @@ from dspark_kernels.kda_decode import check, expand
 from dspark_kernels.kda_round_tree_triton import tree_kernel
 from dspark_kernels.kda_round_triton import round_kernel
 from dspark_kernels.kda_row_triton import row_kernel
-from dspark_kernels.kda_rows_triton import MAX_EXPONENT
+from dspark_kernels.kda_rows_triton import MAX_EXPONENT, PRODUCTS
 from dspark_kernels.low_rank_rows_triton import low_rank_rows
 from dspark_kernels.overlap import early
 
@@ -95,7 +95,7 @@ def kda_decode(
     tree_kernel[(B * H,)](
         *tensors, upto.to(torch.int8), taps, out, _scratch(B * H * T * V, state),
         K**-0.5, eps, bound, *apart, *strides, BV=V, TP=8 if R <= 8 else 16,
-        FACTORED=0.0 < -bound * (R + T) <= MAX_EXPONENT, PRECISION="tf32x3", num_warps=8, **sizes,
+        FACTORED=0.0 < -bound * (R + T) <= MAX_EXPONENT, PRECISION=PRODUCTS, num_warps=8, **sizes,
     )  # fmt: skip
     return out
 

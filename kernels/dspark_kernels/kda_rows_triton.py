@@ -14,8 +14,9 @@ X and UV need no state: they are made while it is on its way, and then it takes 
 it and one to write it. exp(G_s - G_c) is split into factors where the gate's bound allows it
 (exponents to 80), else it is taken by difference, row by row.
 
-Everything is float32. Products run on matrix units with split factors ("tf32x3"), or as sums where
-there are too few rows for those. Decays are to base 2.
+Everything is float32. Products run on matrix units with split factors (`PRODUCTS`; AMD's compiler
+has none of that kind and multiplies in full), or as sums where there are too few rows for those.
+Decays are to base 2.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -23,12 +24,15 @@ there are too few rows for those. Decays are to base 2.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 UNIT_EPS: tl.constexpr = tl.constexpr(1e-6)
 MAX_EXPONENT = 80.0
+PRODUCTS = "tf32x3" if torch.version.hip is None else "ieee"
+"""PRECISION of the kernels that are made of these."""
 
 
 @triton.jit

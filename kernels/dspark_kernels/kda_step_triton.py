@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from dspark_kernels.kda_blocks import block_kernel, in_blocks
-from dspark_kernels.kda_rows_triton import MAX_EXPONENT
+from dspark_kernels.kda_rows_triton import MAX_EXPONENT, PRODUCTS
 from dspark_kernels.kda_step_chain_triton import chain_kernel, row_kernel
 from dspark_kernels.kda_step_tree_triton import tree_kernel
 from dspark_kernels.overlap import early
@@ -51,7 +51,7 @@ def step(
     tree_kernel[(V // BV * B * H,)](
         q, k, v, g, beta, state, read, new, upto.to(torch.int8), keep,
         upto.stride(0) if len(upto) > 1 else 0, *_strides(q, k, v, g, beta),
-        T=T, H=H, K=K, V=V, BV=BV, TP=8 if T <= 8 else 16, WRITE=keep > 0, PRECISION="tf32x3",
+        T=T, H=H, K=K, V=V, BV=BV, TP=8 if T <= 8 else 16, WRITE=keep > 0, PRECISION=PRODUCTS,
         num_warps=4, **early(),
     )  # fmt: skip
     return read, new
