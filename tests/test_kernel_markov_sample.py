@@ -226,6 +226,8 @@ def test_refused_in_words() -> None:
         ({"base": given["base"].transpose(1, 2).contiguous().transpose(1, 2)}, "contiguous"),
         ({"coins": None}, "coins"),
         ({"hidden": None}, "confidence"),
+        ({"anchor": given["anchor"].repeat_interleave(2)[::2]}, "contiguous"),
+        ({"temperature": given["temperature"].repeat_interleave(2)[::2]}, "contiguous"),
     ):
         assert reason in (refuses(**{**given, **change}) or "taken")
 

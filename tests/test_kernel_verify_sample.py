@@ -338,6 +338,7 @@ def test_refused_in_words() -> None:
         ({"logits": given["logits"].mT.contiguous().mT}, "contiguous"),
         ({"logits": torch.zeros(3, 5, 30)[:, :3]}, "evenly"),
         ({"coins": None}, "coins"),
+        ({"top_p": given["top_p"].repeat_interleave(2)[::2]}, "contiguous"),
         ({"tokens": given["tokens"][:0]}, "no requests"),
     ):
         assert reason in (refuses(**{**given, **change}) or "taken")

@@ -276,17 +276,20 @@ def refuses(
     confidence: tuple[Tensor, Tensor] | None = None,
 ) -> str | None:
     """Why the kernel cannot take these; None: it can."""
-    del anchor, top_k, top_p, ids
     if base.dtype == torch.float64 or w1.dtype == torch.float64:
         return "float64: scores are float32 here"
     if w1.dtype != w2.dtype:
         return f"tables of {w1.dtype} and {w2.dtype}"
     if base.stride(-1) != 1 or not (w1.is_contiguous() and w2.is_contiguous()):
         return "rows that are not contiguous"
+    if not all(x is None or x.is_contiguous() for x in (anchor, temperature, top_k, top_p, ids)):
+        return "anchors, settings or ids that are not contiguous"
     if (temperature is None) != (coins is None):
         return "coins without a temperature, or the other way round"
     if 0 in base.shape:
         return "nothing to draft"
     if confidence is not None and (hidden is None or hidden.stride(-1) != 1):
         return "a confidence head without contiguous states to read"
+    if confidence is not None and confidence[0].stride(-1) != 1:
+        return "a confidence head whose weight is not contiguous"
     return None

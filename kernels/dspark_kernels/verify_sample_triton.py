@@ -287,11 +287,15 @@ def refuses(
     where: Tensor | None = None,
 ) -> str | None:
     """Why the kernel cannot take these; None: it can."""
-    del lengths, law, where
+    del lengths
     if logits.dtype == torch.float64:
         return "float64: logits are float32 here"
     if logits.stride(-1) != 1 or (scores is not None and not scores.is_contiguous()):
         return "rows that are not contiguous"
+    if not all(
+        x is None or x.is_contiguous() for x in (temperature, top_k, top_p, where, *(law or ()))
+    ):
+        return "settings, ids or a law that are not contiguous"
     evenly = len(tokens) == 1 or logits.stride(0) == logits.shape[1] * logits.stride(1)
     if (top_k is not None or top_p is not None) and not evenly:
         return "rows that are not evenly spaced"
