@@ -43,9 +43,9 @@ def written_out(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(flex, "pays", lambda *_: True)
     monkeypatch.setattr(regions, "kernel_serves", lambda *_: True)
 
-    def watched(*given: Any) -> Tensor:
+    def watched(*given: Any, **named: Any) -> Tensor:
         taken.append("pass")
-        return run(*given)
+        return run(*given, **named)
 
     monkeypatch.setattr(passes, "run_layers", watched)
     return taken
@@ -93,6 +93,33 @@ def test_their_gradients_are_autograds_in_float64(config: DraftConfig) -> None:
 
     for mine, exact in zip(found(written_out), found(as_modules), strict=True):
         assert_close(mine, exact, limit=1e-10)
+
+
+@CONFIGS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_rows_that_are_alike_are_projected_once(config: DraftConfig, dtype: torch.dtype) -> None:
+    """The promise changes nothing but rounding, in float64 nothing; without it nothing at all."""
+    torch.manual_seed(0)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    drafter = DSparkDrafter(config).to(wide)
+    layers = drafter.backbone.layers
+    valid, anchors = batch()
+    hidden, read = torch.randn(2, 5, 5, 64).to(wide), torch.randn(2, 23, 64).to(wide)
+    hidden[:, :, 1:] = torch.randn(2, 1, 1, 64).to(wide)  # a row of its own in each batch row
+    attend = regions.by_kernel(valid, anchors, config.block_size)
+    tables = regions.side_by_side(*sight._rotations(config, valid, anchors, wide))
+
+    def found(alike: int, trained: bool = False) -> list[Tensor]:
+        context, flat = read.clone().requires_grad_(), hidden.flatten(1, 2).requires_grad_(trained)
+        out = passes.run_layers(config, layers, flat, context, tables, attend, dtype, alike=alike)
+        pulled = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+        return [out, *torch.autograd.grad(out, [context, *layers.parameters()], pulled)]
+
+    limit = 1e-10 if dtype == torch.float64 else None
+    for mine, other in zip(found(5), found(0), strict=True):
+        assert_close(mine, other, limit=limit, dtype=dtype)
+    if dtype == torch.float64:  # where embeddings train, rows have gradients of their own
+        assert all(torch.equal(a, b) for a, b in zip(found(5, True), found(0, True), strict=True))
 
 
 def test_the_norm_of_context_features_in_float64() -> None:

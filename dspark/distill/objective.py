@@ -160,6 +160,7 @@ def _ready_sums(
             batch.anchors.positions,
             batch.anchors.valid,
             ready.padded,
+            alike=True,  # as `block_inputs` makes them
         )
     ids = drafter.draft_ids
     # Outside autocast: logits come in the target's dtype, as they do at run time, and the rest in

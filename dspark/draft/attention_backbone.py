@@ -86,9 +86,16 @@ class AttentionBackbone:
             hidden = layer.mlp.add(hidden)
         return hidden.view(batch, slots, width)
 
-    def train(self, hidden: Tensor, features: Tensor, valid: Tensor, anchors: Tensor) -> Tensor:
+    def train(
+        self,
+        hidden: Tensor,
+        features: Tensor,
+        valid: Tensor,
+        anchors: Tensor,
+        alike: bool = False,
+    ) -> Tensor:
         """All blocks of a batch in one differentiable pass."""
-        return train_blocks(self.config, self.layers, hidden, features, valid, anchors)
+        return train_blocks(self.config, self.layers, hidden, features, valid, anchors, alike)
 
     def _norm_keys(self, keys: Tensor, packed: PackedWeights) -> Tensor:
         """Key norm of all layers at once: [L, B, n, J, K]."""

@@ -48,7 +48,14 @@ class Backbone(Protocol[Context]):
         """
         ...
 
-    def train(self, hidden: Tensor, features: Tensor, valid: Tensor, anchors: Tensor) -> Tensor:
+    def train(
+        self,
+        hidden: Tensor,
+        features: Tensor,
+        valid: Tensor,
+        anchors: Tensor,
+        alike: bool = False,
+    ) -> Tensor:
         """All blocks of a batch: [B, A, G, D] -> [B, A, G, D], before the final norm.
 
         Args:
@@ -56,6 +63,8 @@ class Backbone(Protocol[Context]):
             features: [B, S, D], row s is position s; padding on the right, finite.
             valid: [B, S] bool, real positions.
             anchors: [B, A] int64 positions p in [0, S); a block sees valid positions before p.
+            alike: Promises that slots 1.. of all blocks have the same embedding, which a backbone
+                may project once.
         """
         ...
 

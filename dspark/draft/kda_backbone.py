@@ -98,11 +98,18 @@ class KDABackbone:
             hidden = ops.linear_rows(inner, layer.down, residual=hidden)
         return hidden.view(batch, slots, width)
 
-    def train(self, hidden: Tensor, features: Tensor, valid: Tensor, anchors: Tensor) -> Tensor:
+    def train(
+        self,
+        hidden: Tensor,
+        features: Tensor,
+        valid: Tensor,
+        anchors: Tensor,
+        alike: bool = False,
+    ) -> Tensor:
         """All blocks of a batch in one differentiable pass.
 
         Padding stands behind every anchor, and no row reaches a state before it: `valid` adds
-        nothing to what `anchors` says.
+        nothing to what `anchors` says. Rows that are `alike` are projected one by one.
         """
         for layer in self.layers:
             hidden = layer(hidden, features, anchors)

@@ -88,9 +88,16 @@ class MLABackbone:
             hidden = layer.mlp.add(hidden)
         return hidden.view(batch, slots, width)
 
-    def train(self, hidden: Tensor, features: Tensor, valid: Tensor, anchors: Tensor) -> Tensor:
+    def train(
+        self,
+        hidden: Tensor,
+        features: Tensor,
+        valid: Tensor,
+        anchors: Tensor,
+        alike: bool = False,
+    ) -> Tensor:
         """All blocks of a batch in one differentiable pass."""
-        return train_blocks(self.config, self.layers, hidden, features, valid, anchors)
+        return train_blocks(self.config, self.layers, hidden, features, valid, anchors, alike)
 
     def _rotation(self, context: MLAContext, rows: int, start: int | None) -> Rotation | None:
         """Of `rows` positions from `start`, or from each batch row's own length."""

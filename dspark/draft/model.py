@@ -169,6 +169,7 @@ class DSparkDrafter(nn.Module):
         anchors: Tensor,
         anchor_valid: Tensor,
         padded: bool = True,
+        alike: bool = False,
     ) -> Tensor:
         """Final-normed hidden states of all blocks of a batch, in one differentiable pass.
 
@@ -180,6 +181,7 @@ class DSparkDrafter(nn.Module):
             anchors: [B, A] int64 positions p; a block sees valid positions before p and itself.
             anchor_valid: [B, A] bool.
             padded: False promises that all of `valid` and `anchor_valid` is true.
+            alike: Promises that slots 1.. of all blocks have the same embedding, that of the mask.
 
         Returns:
             [B, A, G, D]; exactly zero, with zero gradient, where an anchor is not valid.
@@ -193,7 +195,7 @@ class DSparkDrafter(nn.Module):
         context = self.features(features)
         # The dtype of a norm: the residual stream may be wider than the matrices.
         embeds = block_embeds.to(self.norm.weight.dtype)
-        hidden = self.norm(self.backbone.train(embeds, context, valid, anchors))
+        hidden = self.norm(self.backbone.train(embeds, context, valid, anchors, alike))
         return hidden.masked_fill(~anchor_valid[..., None, None], 0) if padded else hidden
 
 

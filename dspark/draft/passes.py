@@ -43,6 +43,7 @@ def run_layers(
     tables: tuple[Tensor, Tensor],
     attend: Callable[[DraftAttention, Tensor, Tensor, Tensor], Tensor],
     half: torch.dtype = torch.bfloat16,
+    alike: int = 0,
 ) -> Tensor:
     """The layers of the `attention` backbone.
 
@@ -53,6 +54,8 @@ def run_layers(
         tables: Cosine and signed sine of [context; block], [B, S + N, 1, K] float32.
         attend: Attention between the parts, as `regions.Attend`.
         half: Dtype of products. (In float64, with everything else, the passes are exact.)
+        alike: G promises that slots 1.. of all blocks begin as the same row: the first layer then
+            projects that row once. 0: they may differ.
 
     Returns:
         [B, N, D] float32.
@@ -61,13 +64,15 @@ def run_layers(
     cos, sin = (table.squeeze(2).contiguous() for table in tables)
     read = context.detach().to(half)
     rows, added = hidden.reshape(-1, shape[-1]), None
+    alike = 0 if hidden.requires_grad else alike  # where each row has a gradient of its own
     for layer in cast(list[DraftLayer], list(layers)):
         attention, mlp = cast(DraftAttention, layer.self_attn), layer.mlp
         rows, q, keys, values, context = _Project.apply(
-            rows, added, context, read, cos, sin, eps, layer.input_layernorm.weight,
+            rows, added, context, read, cos, sin, eps, alike, layer.input_layernorm.weight,
             *(getattr(attention, f"{name}_proj").weight for name in "qkv"),
             attention.q_norm.weight, attention.k_norm.weight,
         )  # fmt: skip
+        alike = 0
         rows, added = _Finish.apply(
             rows, attend(attention, q, keys, values), eps, layer.post_attention_layernorm.weight,
             attention.o_proj.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight,
@@ -104,26 +109,33 @@ class _Norm(torch.autograd.Function):
 
 class _Project(torch.autograd.Function):
     """hidden [B N, D], added [B N, D] or None, context [B, S, D] -> h, q [B, N, H, K], keys and
-    values [B, S + N, J, K], context."""
+    values [B, S + N, J, K], context.
+
+    With `alike` G, of the rows that are the same in all blocks two are projected (`_folded` says
+    why), and hidden has no gradient.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, added: Tensor | None, context: Tensor, half: Tensor, cos: Tensor,
-        sin: Tensor, eps: float, norm: Tensor, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor,
-        k_norm: Tensor,
+        sin: Tensor, eps: float, alike: int, norm: Tensor, q: Tensor, k: Tensor, v: Tensor,
+        q_norm: Tensor, k_norm: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
         width, length = len(q_norm), half.shape[1]
-        total, normed, root = ops.norm_rows(hidden, added, norm, eps, half.dtype)
+        rows, place = _unlike(hidden, len(half), alike) if alike else (hidden, None)
+        total, normed, root = ops.norm_rows(rows, added, norm, eps, half.dtype)
         own = normed.view(len(half), -1, normed.shape[-1])
-        queries = (own @ _half(q, half).T).unflatten(-1, (-1, width))
-        keys, values = (_of_both(half, own, w).unflatten(-1, (-1, width)) for w in (k, v))
+        queries = own @ _half(q, half).T
+        queries = queries if place is None else queries.index_select(1, place)
+        queries = queries.unflatten(-1, (-1, width))
+        keys, values = (_of_both(half, own, w, place).unflatten(-1, (-1, width)) for w in (k, v))
         ctx.save_for_backward(
             total, normed, root, queries, keys, half, cos, sin, norm, q, k, v, q_norm, k_norm
         )
-        ctx.eps, ctx.wide = eps, context.dtype
+        ctx.eps, ctx.wide, ctx.alike = eps, context.dtype, alike
         return (
-            total,
+            hidden if alike else total,
             ops.turn_heads(queries, q_norm, cos, sin, length, eps),
             ops.turn_heads(keys, k_norm, cos, sin, 0, eps),
             values,
@@ -145,28 +157,32 @@ class _Project(torch.autograd.Function):
         d_keys, of_k_norm = ops.turn_heads_back(keys, k_norm, cos, sin, 0, ctx.eps, d_keys)
         # Keys and values side by side: a product for both, and one pass over what it adds to.
         d_both, both = torch.cat((d_keys, d_values), 2).flatten(2), torch.cat((k, v))
-        d_queries = d_queries.flatten(2)
+        d_queries, d_mine = d_queries.flatten(2), d_both[:, length:]
+        if ctx.alike:
+            d_queries, d_mine = (_folded(x, ctx.alike, ctx.wide) for x in (d_queries, d_mine))
         d_own = d_queries @ q
         of_q = d_queries.flatten(0, 1).T @ normed
         of_both = None
         fresh = d_context is None
         d_context = torch.empty_like(half, dtype=ctx.wide) if d_context is None else d_context
         for row in range(len(half)):
-            d_read, d_mine = d_both[row].split((length, own.shape[1]))
-            d_own[row].addmm_(d_mine, both)
+            d_read = d_both[row, :length]
+            d_own[row].addmm_(d_mine[row], both)
             add_product(d_context[row], d_read, both, fresh)
-            of_both = (
-                d_read.T @ half[row] if of_both is None else of_both.addmm_(d_read.T, half[row])
-            )
-            of_both.addmm_(d_mine.T, own[row])
+            read = half[row]
+            of_both = d_read.T @ read if of_both is None else of_both.addmm_(d_read.T, read)
+            of_both.addmm_(d_mine[row].T, own[row])
         assert of_both is not None
-        of_k, of_v = of_both.split(len(k))
-        d_total, d_added, of_norm = ops.norm_rows_back(
-            total, norm, root, d_own.flatten(0, 1), through
-        )
-        of_weights = of_norm, of_q, of_k, of_v, of_q_norm, of_k_norm
-        first = not ctx.needs_input_grad[1]
-        return d_total, None if first else d_added, d_context, None, None, None, None, *of_weights
+        d_total = d_added = None
+        if ctx.alike:
+            _, of_norm = ops.norm_half_back(total, norm, root, d_own.flatten(0, 1))
+        else:
+            d_total, d_added, of_norm = ops.norm_rows_back(
+                total, norm, root, d_own.flatten(0, 1), through
+            )
+        of_weights = of_norm, of_q, *of_both.split(len(k)), of_q_norm, of_k_norm
+        d_added = d_added if ctx.needs_input_grad[1] else None
+        return d_total, d_added, d_context, *[None] * 5, *of_weights
 
 
 class _Finish(torch.autograd.Function):
@@ -208,12 +224,42 @@ def _half(weight: Tensor, like: Tensor) -> Tensor:
     return weight.detach().to(like.dtype)
 
 
-def _of_both(context: Tensor, own: Tensor, weight: Tensor) -> Tensor:
-    """Projections of [context; own], [B, S + N, *], where no copy of both has to be made."""
+def _unlike(hidden: Tensor, batch: int, slots: int) -> tuple[Tensor, Tensor]:
+    """Rows [B (A + 2), D] of blocks whose later slots are alike: the first slots', and that of all
+    others twice; and which of a batch row's A + 2 stands at each of its N places, [N]."""
+    blocks = hidden.view(batch, -1, slots, hidden.shape[-1])
+    count = blocks.shape[1]
+    other = blocks[:, :1, 1].expand(-1, 2, -1)
+    at = torch.arange(count * slots, device=hidden.device)
+    place = torch.where(at % slots == 0, at // slots, count)
+    return torch.cat((blocks[:, :, 0], other), 1).flatten(0, 1), place
+
+
+def _folded(gradient: Tensor, slots: int, wide: torch.dtype) -> Tensor:
+    """Gradients of all places [B, N, *] -> of the rows of `_unlike` [B, A + 2, *].
+
+    The sum over thousands of places is taken in `wide` and leaves as two numbers of half precision,
+    its rounded value and what that left out: it is multiplied as exactly as its parts would be.
+    """
+    blocks = gradient.unflatten(1, (-1, slots))
+    whole = blocks[:, :, 1:].sum((1, 2), dtype=wide)[:, None]
+    rounded = whole.to(gradient.dtype)
+    return torch.cat((blocks[:, :, 0], rounded, (whole - rounded).to(gradient.dtype)), 1)
+
+
+def _of_both(context: Tensor, own: Tensor, weight: Tensor, place: Tensor | None) -> Tensor:
+    """Projections of [context; own], [B, S + N, *], where no copy of both has to be made.
+
+    `place` [N]: which of `own` stands at each place, if they are not all there.
+    """
     batch, length, _ = context.shape
     weight = _half(weight, context)
-    out = context.new_empty(batch, length + own.shape[1], len(weight))
+    count = own.shape[1] if place is None else len(place)
+    out = context.new_empty(batch, length + count, len(weight))
     for row in range(batch):
         torch.mm(context[row], weight.T, out=out[row, :length])
-        torch.mm(own[row], weight.T, out=out[row, length:])
+        if place is None:
+            torch.mm(own[row], weight.T, out=out[row, length:])
+        else:
+            torch.index_select(own[row] @ weight.T, 0, place, out=out[row, length:])
     return out

@@ -162,13 +162,15 @@ def train_blocks(
     features: Tensor,
     valid: Tensor,
     anchors: Tensor,
+    alike: bool = False,
 ) -> Tensor:
     """`dspark.draft.backbone.Backbone.train` for layers that take a `BlockLayout`."""
     batch, count, slots, width = hidden.shape
     large = flex.pays(valid, anchors, slots, _channels(config))
     flat = hidden.reshape(batch, count * slots, width)
     if large and config.backbone == "attention":
-        flat = _in_regions(config, layers, flat, features, valid, anchors)
+        like = slots if alike else 0
+        flat = _in_regions(config, layers, flat, features, valid, anchors, like)
         return flat.view(batch, count, slots, width)
     layout = block_layout(
         config,
@@ -190,6 +192,7 @@ def _in_regions(
     features: Tensor,
     valid: Tensor,
     anchors: Tensor,
+    alike: int,
 ) -> Tensor:
     """The `attention` backbone at sizes where kernels of its own pay: hidden [B, A*G, D]."""
     from dspark.draft import passes, regions  # which import attention.py, and that this file
@@ -201,7 +204,7 @@ def _in_regions(
         attend = regions.by_kernel(valid, anchors, config.block_size)
         if passes.serves(config) and hidden.dtype == torch.float32:
             tables = regions.side_by_side(context, block)
-            return passes.run_layers(config, layers, hidden, features, tables, attend)
+            return passes.run_layers(config, layers, hidden, features, tables, attend, alike=alike)
     else:
         attend = regions.by_flex(_masks(config, valid, anchors))
     return regions.run_layers(config, layers, hidden, features, (context, block), attend)
