@@ -194,10 +194,14 @@ def test_a_stop_string_ends_a_text_one_frame_late(target: K3Target) -> None:
     told: list[int] = []
     stop = StopStrings([Marks().decode(free[5:7])], Marks())
     asked = [Request(PROMPTS[0], 12, stop=stop, on_tokens=told.extend), Request(PROMPTS[1], 5)]
-    found = GraphDecoder(target, seats=1, max_length=30).generate_many(asked)
+    decoder = GraphDecoder(target, seats=1, max_length=30)
+    found = decoder.generate_many(asked)
     assert found[0].tokens == free[:7] == told
     assert found[0].finish == "stop"
     assert found[1].tokens == plain_texts(target, asked[1:])[0]
+    decoder.generate_many(asked[:1])
+    seats = decoder.seats  # idle: no frame goes on with the text
+    assert (seats.left.item(), seats.sent.item(), decoder.cache.lengths.item()) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("draft", [False, True])
