@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dspark.distill.chat import TrainingRow
 from dspark.errors import UserError
 from dspark.taps import TapSet
+from dspark_eval.real_text import __main__ as steps
 from dspark_eval.real_text import schedule
 from dspark_eval.real_text.comparing import compare, compare_seeds, seeds_table
 from dspark_eval.real_text.repeats import repeats
@@ -52,6 +55,32 @@ def test_states_are_computed_once_for_all_seeds() -> None:
     other = held.states(TapSet((1,), "residual"))
     assert other is not first
     assert held.states(TapSet((0, 2), "residual")) is not first  # two do not fit side by side
+
+
+def test_seeds_train_one_after_the_other_on_the_same_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[tuple] = []
+
+    def train_for(loaded, held, held_out, config, seconds, folder, *, asked, beside, **rest):  # type: ignore[no-untyped-def]
+        trained.append((folder.name, config, held, asked, [path.name for path in beside]))
+        (folder / "trained.json").parent.mkdir(parents=True)
+        (folder / "trained.json").write_text(json.dumps({"asked": asked}))
+
+    monkeypatch.setattr(steps, "train_for", train_for)
+    monkeypatch.setattr(steps, "_target", lambda options: SimpleNamespace(target=None))
+    monkeypatch.setattr(steps, "read_rows", lambda out, prompts: ([], []))
+    monkeypatch.setattr(steps, "arm_config", lambda arm, loaded, more, chosen: more)
+    words = ["train", str(tmp_path), "--arm", "early", "--seeds", "1", "2", "--beside"]
+    assert steps.main([*words, "deepspec", "early-long"]) == 0
+    names, configs, held, asked, beside = zip(*trained, strict=True)
+    assert names == ("early.1", "early.2")
+    assert configs == ({"train.seed": 1}, {"train.seed": 2})
+    assert held[0] is held[1]
+    assert [each["settings"]["train.seed"] for each in asked] == [1, 2]
+    assert beside == (["deepspec.1", "early-long.1"], ["deepspec.2"])
+    assert steps.main([*words[:-1], "--seeds", "1", "2", "3"]) == 0  # only what is missing
+    assert [name for name, *_ in trained] == ["early.1", "early.2", "early.3"]
 
 
 def test_a_seeds_drafter_is_measured_while_its_process_trains_the_next(
