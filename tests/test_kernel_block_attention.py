@@ -90,7 +90,7 @@ def compare(case: Case, dtype: torch.dtype = torch.float64) -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ROWS", "KEYS", "DQ_ROWS", "DQ_KEYS", "DK_ROWS", "DK_KEYS"):
+    for name in ("ROWS", "KEYS", "OWN_ROWS", "DQ_ROWS", "DQ_KEYS", "DK_ROWS", "DK_KEYS"):
         monkeypatch.setattr(kernel, name, 16)
 
 
@@ -132,12 +132,26 @@ def test_anchors_in_any_order() -> None:
     compare(case)
 
 
+@pytest.mark.usefixtures("poison", "small_tiles")
+def test_ds_of_a_head_at_a_time_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """d s of 4 heads fits at once; one byte less than two holds one of them."""
+    case = Case(Size(2, 20, 3, 3, 4, 2, 16))
+    whole = case.run(kernel.block_attention, HALF)
+    monkeypatch.setattr(kernel, "DS_BYTES", 2 * (32 * 32 * 2) - 1)
+    parts = case.run(kernel.block_attention, HALF)
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+
+
 def test_what_the_kernels_do_not_take_is_said() -> None:
     case = Case(SMALL[0])
-    rest = case.keys, case.values, case.anchors, case.lengths, 3, 0.3
+    places = case.keys, case.values, case.anchors, case.lengths
+    rest = *places, 3, 0.3
     assert kernel.refuses(case.q, *rest) is None
     assert "float32" in (kernel.refuses(case.q.float(), *rest) or "")
     assert "channels" in (kernel.refuses(case.q[..., :12], *rest) or "")
+    assert kernel.refuses(case.q, *places, 128, 0.3) is None
+    assert "256 rows" in (kernel.refuses(case.q, *places, 129, 0.3) or "")
+    assert "scale" in (kernel.refuses(case.q, *places, 3, 0.0) or "")
 
 
 def test_operations_count_what_is_seen() -> None:

@@ -1,6 +1,7 @@
 """What the kernels of `block_attention` share: tiles of rows and of keys, and who sees whom.
 
-A tile of queries is a run of slots times the query heads that share a key head.
+A tile of queries is a run of slots times the query heads that share a key head, which take a power
+of two of its rows, P, so that a tile is a box of [N, H, D]. Rows are numbered slot P + head.
 """
 
 from __future__ import annotations
@@ -32,38 +33,41 @@ def key_rows(pointer, batch, key, head, total, J: tl.constexpr, D: tl.constexpr)
 
 
 @triton.jit
-def seen_keys(  # type: ignore[no-untyped-def]
-    key, slot, anchor, there, length, OWN: tl.constexpr, G: tl.constexpr, W: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """Which keys rows see, for `key`, `slot` and `anchor` that broadcast against each other."""
-    if OWN:
-        own = key - length
-        seen = own // G == slot // G
-        if CAUSAL:
-            seen = seen & (own <= slot)
-    else:
-        seen = (key < anchor) & (key < there)
-        if W > 0:
-            seen = seen & (key >= anchor - W)
+def seen_context(key, anchor, there, W: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which context keys rows see, for `key` and `anchor` that broadcast against each other."""
+    seen = (key < anchor) & (key < there)
+    if W > 0:
+        seen = seen & (key >= anchor - W)
+    return seen
+
+
+@triton.jit
+def seen_own(own, slot, G: tl.constexpr, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which slots rows see, for `own` and `slot` that broadcast against each other."""
+    seen = own // G == slot // G
+    if CAUSAL:
+        seen = seen & (own <= slot)
     return seen
 
 
 @triton.jit
 def tile_rows(  # type: ignore[no-untyped-def]
-    tile, head, anchors, batch, count, SHARED: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr
+    start, head, count, SHARED: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Slots, query heads, which of them are there, and their anchors: all [ROWS].
+    """Slots from `start` on, query heads, and which of them are there: all [ROWS].
 
     Rows that are not there repeat others, so that nothing they lead to has to be masked.
     """
     row = tl.arange(0, ROWS)
-    taken: tl.constexpr = ROWS // SHARED
-    slot = tile * taken + row // SHARED
-    inside = (slot < count) & (row < taken * SHARED)
-    slot = tl.minimum(slot, count - 1)
-    anchor = tl.load(anchors + batch * (count // G) + slot // G, mask=inside, other=0)
-    return slot, head * SHARED + row % SHARED, inside, anchor
+    slot, of_head = start + row // P, row % P
+    inside = (slot < count) & (of_head < SHARED)
+    return tl.minimum(slot, count - 1), head * SHARED + tl.minimum(of_head, SHARED - 1), inside
+
+
+@triton.jit
+def row_anchors(anchors, batch, count, slot, inside, G: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Anchors of rows, 0 where they are not there."""
+    return tl.load(anchors + batch * (count // G) + slot // G, mask=inside, other=0)
 
 
 @triton.jit
