@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+OUT = re.compile(r"\[([^\]]*)\]\(((?:\w+:)?//[^)\s]*)\)")
 FENCE = re.compile(r"^```.*?^```|^    .*?$|`[^`]*`", re.M | re.S)
 
 
@@ -43,6 +47,43 @@ def test_links_lead_somewhere(repo: Path) -> None:
         if not (page.parent / link.partition("#")[0]).exists()
     ]
     assert len(pages) > 20
+    assert broken == []
+
+
+def _written(repo: Path) -> Iterator[tuple[Path, str]]:
+    """Every page, and what the notebooks say between their cells of code."""
+    yield from ((page, page.read_text(encoding="utf-8")) for page in _pages(repo))
+    for path in sorted(repo.glob("notebooks/*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        yield path, "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+
+
+def test_links_out_of_here_are_whole(repo: Path) -> None:
+    """What can be said without a network: a scheme, a host that somebody could own, no space left
+    for a name; and a thread's words (`owner#7`) are those of its address."""
+    found = [(page, link) for page, text in _written(repo) for link in OUT.findall(text)]
+    for page, (words, address) in found:
+        told = f"{page.name}: [{words}]({address})"
+        parts = urlsplit(address)
+        assert parts.scheme == "https", told
+        assert re.fullmatch(r"([a-z0-9-]+\.)+[a-z]{2,}", parts.netloc), told
+        assert not re.search(r"example\.|localhost|[<>{}]|\.\.\.|your[-_]|TODO|XXX", address), told
+        thread = re.fullmatch(r"/[\w.-]+/([\w.-]+)/(?:issues|pull)/(\d+)", parts.path)
+        assert thread is not None or parts.netloc != "github.com", told
+        if thread is not None:
+            assert words.rpartition("/")[2] == f"{thread[1]}#{thread[2]}", told
+    assert len(found) > 100
+    assert {page.suffix for page, _ in _written(repo)} == {".md", ".ipynb"}
+
+
+def test_links_of_notebooks_lead_somewhere(repo: Path) -> None:
+    broken = [
+        f"{page.name}: {link}"
+        for page, text in _written(repo)
+        for link in LINK.findall(FENCE.sub("", text))
+        if page.suffix == ".ipynb" and "://" not in link and not link.startswith("#")
+        if not (page.parent / link.partition("#")[0]).exists()
+    ]
     assert broken == []
 
 
