@@ -25,6 +25,7 @@ exact_floats()
 HALF = (torch.bfloat16, torch.float16)
 PARTS, HEAD_PARTS = 264, 396
 """Programs that share the sum of a weight's gradient: two and three for each of 132 processors."""
+SUM_COLUMNS = 16
 NORM_WARPS, HEAD_TILE, HEAD_WARPS, GATE_TILE, GATE_WARPS = 8, 32, 4, 4096, 8
 
 
@@ -66,7 +67,7 @@ def norm_rows_back(
         hidden, weight, root, gradient, through, total, half, parts, rows, D=width, ADD=True,
         TILE=triton.next_power_of_2(width), num_warps=NORM_WARPS,
     )  # fmt: skip
-    return total, half, parts.sum(0)
+    return total, half, _summed(parts)
 
 
 def norm_half_back(
@@ -80,7 +81,7 @@ def norm_half_back(
         x, weight, root, gradient, gradient, gradient, out, parts, rows, D=width, ADD=False,
         TILE=triton.next_power_of_2(width), num_warps=NORM_WARPS,
     )  # fmt: skip
-    return out, parts.sum(0)
+    return out, _summed(parts)
 
 
 def turn_heads(
@@ -108,7 +109,7 @@ def turn_heads_back(
         x, weight, cos, sin, gradient, out, parts, count, tiles, x.shape[1], cos.shape[1], start,
         eps, H=x.shape[2], PAIRS=x.shape[-1] // 2, TILE=HEAD_TILE, num_warps=HEAD_WARPS,
     )  # fmt: skip
-    return out, parts.sum(0)
+    return out, _summed(parts)
 
 
 def gate_silu(gate: Tensor, up: Tensor) -> Tensor:
@@ -129,6 +130,24 @@ def gate_silu_back(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, 
         gate, up, gradient, of_gate, of_up, out, count, TILE=GATE_TILE, num_warps=GATE_WARPS
     )
     return of_gate, of_up, out
+
+
+def _summed(parts: Tensor) -> Tensor:
+    """[n, D] float32 -> [D], n a few hundred: torch's sum takes three times as long."""
+    count, width = parts.shape
+    out = parts.new_empty(width)
+    _sum_parts[(triton.cdiv(width, SUM_COLUMNS),)](
+        parts, out, count, D=width, COUNT=triton.next_power_of_2(count), COLUMNS=SUM_COLUMNS
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["count"])
+def _sum_parts(parts, out, count, D: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr):
+    part, at = tl.arange(0, COUNT)[:, None], tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (part < count) & (at < D)[None, :]
+    values = tl.load(parts + part * D + at[None, :], mask=inside, other=0.0)
+    tl.store(out + at, tl.sum(values, 0), mask=at < D)
 
 
 @triton.jit
