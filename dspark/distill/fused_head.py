@@ -108,7 +108,6 @@ def head_terms(
     """
     assert slots.head is not None
     states, codes, weight = (tensor.to(slots.head.dtype) for tensor in inputs)
-    total = terms.new_zeros(())
     gradients = []
     if trained:
         gradients = [torch.empty_like(states), torch.empty_like(codes)]
@@ -118,16 +117,15 @@ def head_terms(
         imitated = imitate(slots.target_rows, slots.counts, chunk, states.device)
     if trained:
         made = torch.empty_like if parts else torch.zeros_like
-        gradients.append(made(weight, dtype=total.dtype))
+        gradients.append(made(weight, dtype=terms.dtype))
     for at, part in enumerate(parts):
-        z, mixed = _pulled(at, part, imitated, (states, codes, weight), slots, terms, trained)
-        total += mixed
+        z = _pulled(at, part, imitated, (states, codes, weight), slots, terms, trained)
         if trained:
             torch.mm(z, slots.head, out=gradients[0][part.rows])
             torch.mm(z, weight, out=gradients[1][part.rows])
             add_product(gradients[2], z.T, codes[part.rows], fresh=at == 0)
         del z
-    return total, gradients
+    return mixture(terms, slots.grid, slots.objective, None), gradients
 
 
 def _pulled(
@@ -138,8 +136,8 @@ def _pulled(
     slots: Slots,
     terms: Tensor,
     trained: bool,
-) -> tuple[Tensor, Tensor]:
-    """The gradient of a chunk's mixture in its logits [c, V], or those, untrained; the mixture."""
+) -> Tensor:
+    """The gradient of a chunk's mixture in its logits [c, V], or those, untrained."""
     assert slots.head is not None
     states, codes, weight = inputs
     rows, wanted = part.rows, slots.objective.divergences
@@ -149,12 +147,10 @@ def _pulled(
     if not slots.objective.nla:
         found[0][TERMS.index("nla")] = 0
     terms[:, rows] = found[0]
-    grid = part.grid(slots.grid)
-    mixed = mixture(found[0], grid, slots.objective, None)
     if trained:
-        coefficients = _worths(found[0], grid, slots.objective)
+        coefficients = _worths(found[0], part.grid(slots.grid), slots.objective)
         z = ops.distill_pull(z, target, shared, slots.labels[rows], wanted, found, coefficients)
-    return z, mixed
+    return z
 
 
 def _worths(terms: Tensor, grid: Grid, objective: Objective) -> Tensor:
