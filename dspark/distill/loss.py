@@ -150,7 +150,8 @@ def distill_loss(
     found, there = places
     grid = Grid(there.block, there.position, len(found.on), slots)
     # Masked, not only left out: a later slot must not reach an earlier one through 0 * NaN.
-    before, hidden = there.in_use(prev), there.in_use(hidden, 2)
+    # In 32 bits: the gradient of their embeddings sorts them, digit by digit.
+    before, hidden = there.in_use(prev).int(), there.in_use(hidden, 2)
     if not there.whole:
         off = ~there.on
         before, hidden = before.masked_fill(off, 0), hidden.masked_fill(off[..., None], 0)
