@@ -204,6 +204,17 @@ def test_a_stop_string_ends_a_text_one_frame_late(target: K3Target) -> None:
     assert (seats.left.item(), seats.sent.item(), decoder.cache.lengths.item()) == (0, 0, 0)
 
 
+def test_a_seat_forgets_the_end_tokens_of_the_text_before(target: K3Target) -> None:
+    free = plain_texts(target, requests(2, 8))
+    asked = [
+        Request(PROMPTS[0], 8, end_token_ids=[*free[1][1:7], free[0][2]]),
+        Request(PROMPTS[1], 8, end_token_ids=()),
+    ]
+    found = GraphDecoder(target, seats=1, max_length=30).generate_many(asked)
+    assert found[0].finish == "end"
+    assert (found[1].tokens, found[1].finish) == (plain_texts(target, asked[1:])[0], "length")
+
+
 @pytest.mark.parametrize("draft", [False, True])
 def test_samples_depend_on_seed_and_index_alone(target: K3Target, draft: bool) -> None:
     sampling = SamplingParams(temperature=1.0, top_p=0.9, top_k=20)
