@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -122,3 +124,21 @@ def test_the_vocabulary_of_qwen3_on_a_gpu(divergences: bool) -> None:
     compare(Case(96, 61, 151_936, HALF), divergences)
     first, second = (kernel.terms(*Case(40, 9, 151_936, HALF).inputs(), True) for _ in "ab")
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_no_axis_of_a_launch_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of a small vocabulary has more slots than the second axis of a grid may be long."""
+    grids: list[tuple[int, ...]] = []
+
+    class Launches:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            grids.append(grid)
+            return lambda *_, **__: None
+
+    for name in ("_terms", "_pull"):
+        monkeypatch.setattr(kernel, name, Launches())
+    z, rows = torch.zeros(70_000, 1), torch.zeros(70_000, dtype=torch.int64)
+    found = kernel.terms(z, z[:1], rows, rows, False)
+    kernel.pull(z, z[:1], rows, rows, False, found, torch.zeros(5, 70_000))
+    assert len(grids) == 2
+    assert all(max((*grid[1:], 1)) <= 65_535 for grid in grids)

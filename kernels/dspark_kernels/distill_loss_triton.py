@@ -64,7 +64,8 @@ def pull(
     count, vocabulary = z.shape
     tile = _tile(vocabulary, PULL_TILE)
     if count:
-        _pull[(triton.cdiv(vocabulary, tile), count)](
+        # One axis: the second of a grid ends at 65,535, and small vocabularies have more slots.
+        _pull[(triton.cdiv(vocabulary, tile) * count,)](
             z, target, rows, labels, values, norms, coefficients.float().contiguous(),
             z.stride(0), target.stride(0), count,
             V=vocabulary, DIVERGENCES=divergences, TILE=tile, num_warps=PULL_WARPS,
@@ -174,8 +175,9 @@ def _pull(
     z, target, rows, labels, values, norms, coefficients, z_stride, t_stride, count,
     V: tl.constexpr, DIVERGENCES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(1)
-    columns = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tiles: tl.constexpr = (V + TILE - 1) // TILE
+    slot = tl.program_id(0) // tiles
+    columns = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     row, label = tl.load(rows + slot), tl.load(labels + slot)
     log_q = _row(z, z_stride, slot, columns, V) - tl.load(norms + slot)
     log_p = _row(target, t_stride, row, columns, V) - tl.load(norms + count + slot)
