@@ -90,7 +90,10 @@ def test_reference_is_the_model(count: int) -> None:
     assert torch.equal(bank[count], prefix)
 
 
-@pytest.mark.parametrize("change", ["float64", "mixed", "bank", "view", "grad"])
+CHANGES = ["float64", "mixed", "bank", "view", "strided key", "strided weight", "grad"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_the_kernel_refuses(change: str) -> None:
     prefix, bank, key, weight = (torch.zeros(s) for s in ((4, 32), (3, 4, 32), (32,), (32,)))
     if change == "float64":
@@ -101,6 +104,10 @@ def test_what_the_kernel_refuses(change: str) -> None:
         bank = bank[:, :2].contiguous()
     elif change == "view":
         bank = bank.transpose(0, 1).contiguous().transpose(0, 1)
+    elif change == "strided key":
+        key = torch.zeros(64)[::2]
+    elif change == "strided weight":
+        weight = torch.zeros(64)[::2]
     else:
         key = key.requires_grad_()
     assert kernel().refuses(prefix, bank, 2, key, KEY_EPS, weight, EPS)

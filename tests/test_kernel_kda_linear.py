@@ -118,6 +118,8 @@ def test_refused_in_words() -> None:
         ({"state": given["state"].bfloat16()}, "float32"),
         ({"lower_bound": -20.0}, "overflow"),
         ({"decay": given["decay"].t().contiguous().t()}, "contiguous"),
+        ({"sharpness": torch.zeros(4)[::2], "gain": torch.zeros(2)}, "contiguous"),
+        ({"sharpness": torch.zeros(2), "gain": torch.zeros(4)[::2]}, "contiguous"),
         ({"inputs": given["inputs"].repeat(1, 3, 1)}, "slots"),
         ({"norm": given["norm"].clone().requires_grad_()}, "backward"),
     ):

@@ -88,8 +88,11 @@ def refuses(
         return f"the prefix is {prefix.dtype}"
     if any(x.dtype != prefix.dtype for x in (*given, weight)):
         return "prefix, bank, addend and norm weight are of different dtypes"
-    if not all(x.is_contiguous() for x in given) or bank[0].shape != prefix.shape:
-        return "prefix, bank or addend is not contiguous, or the bank holds other rows"
+    if (
+        not all(x.is_contiguous() for x in (*given, key_weight, weight))
+        or bank[0].shape != prefix.shape
+    ):
+        return "prefix, bank, addend or a weight is not contiguous, or the bank holds other rows"
     numbers = (count + 1) * triton.next_power_of_2(prefix.shape[-1])
     if numbers > MOST_NUMBERS:
         return f"a row and its entries are {numbers} numbers; at most {MOST_NUMBERS}"

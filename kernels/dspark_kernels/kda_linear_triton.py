@@ -240,7 +240,8 @@ def refuses(
         return f"{slots} slots of {width} channels, at most {ROWS} of 128 are taken"
     if -lower_bound * slots > MAX_EXPONENT:
         return f"decays down to {lower_bound} over {slots} slots overflow when factored"
-    if not all(x.is_contiguous() for x in (inputs, conv, decay, dt_bias, rate, norm)):
+    dense = [x for x in given if x is not window and x is not state]
+    if not all(x.is_contiguous() for x in dense):
         return "a tensor is not contiguous"
     if window.stride(-1) != 1 or not state[0].is_contiguous():
         return "a window or a state that is not contiguous"
