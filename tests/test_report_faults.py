@@ -20,6 +20,7 @@ from dspark_eval.reporting import build, run_report
 from dspark_eval.reporting.blocks import Table
 from dspark_eval.reporting.headline import headline
 from dspark_eval.reporting.sources import find_all
+from dspark_eval.reporting.words import LABEL, labels, names
 from dspark_eval.settings import EvalOptions
 from tests.report_documents import (
     BENCH,
@@ -109,8 +110,46 @@ def test_the_headline_has_no_calibration_error_without_its_floor(tmp_path: Path)
         section = headline(found)
         assert section is not None
         (table,) = (block for block in section.blocks if isinstance(block, Table))
-        assert table.heads[-1] == "calibration error\n(of a perfect forecast)"
+        assert table.heads[-1] == "calibration error (perfect)"
         assert [row[-1] for row in table.rows] == [expected]
+
+
+# ------------------------------------------------------------------ names that nearly agree
+
+
+def test_names_keep_the_folders_that_tell_them_apart() -> None:
+    assert names(["runs/a/final", "runs/b/final", "lookup"]) == {
+        "runs/a/final": "a/final", "runs/b/final": "b/final", "lookup": "lookup",
+    }  # fmt: skip
+    assert names(["x/run", "run"]) == {"x/run": "x/run", "run": "run"}
+    assert names(["/deep/nano"]) == {"/deep/nano": "nano"}
+
+
+def test_labels_are_short_and_never_the_same() -> None:
+    long = [f"a-drafter-with-a-long-name-{end}-of-november" for end in ("one", "two")]
+    tails = [f"a-drafter-with-a-rather-long-name-{end}" for end in ("one", "two")]
+    shown = labels([*long, *tails, "short"])
+    assert len(set(shown.values())) == 5
+    assert all(len(text) <= LABEL + len(" (1)") for text in shown.values())
+    assert shown["short"] == "short"
+    assert shown[tails[0]].endswith("-one")
+    assert shown[long[0]].startswith("a-drafter-with-a…")
+
+
+def test_a_comparison_draws_every_way_though_their_folders_are_called_alike(
+    tmp_path: Path,
+) -> None:
+    document: dict[str, Any] = copy.deepcopy(COMPARISON)
+    (suite,) = document["suites"].values()
+    for entries in (document["contenders"], suite["contenders"]):
+        for entry, who in zip(entries, ("a/final", "b/final", "plain"), strict=True):
+            entry["name"] = who
+    atomic_write_json(tmp_path / "compare.json", document)
+    first, section, _ = build(find_all([tmp_path]))
+    positions = next(p for p in section.pictures if p.name.startswith("compare-positions"))
+    assert positions.alt == "a/final: 0.90 0.50; b/final: 0.90 0.50"
+    (table,) = (block for block in first.blocks if isinstance(block, Table))
+    assert [row[0].splitlines()[0] for row in table.rows] == ["a/final", "b/final"]
 
 
 # ------------------------------------------------------------------ kills

@@ -14,7 +14,7 @@ from dspark_eval.reporting import words
 from dspark_eval.reporting.blocks import Block, Picture, Prose, Section, notes, table
 from dspark_eval.reporting.figures import draw_curves, panel
 from dspark_eval.reporting.speed import round_blocks
-from dspark_eval.reporting.words import label, machine, positions_alt
+from dspark_eval.reporting.words import labels, machine, positions_alt
 
 Suites = Mapping[str, Mapping[str, Any]]
 
@@ -66,8 +66,10 @@ def _evaluation(value: Mapping[str, Any]) -> Iterator[Block]:
 
 
 def _named(suites: Suites) -> dict[str, Any]:
+    short = labels(list(suites))
     return {
-        f"{label(name)} (n = {suite['n_prompts']} prompts)": suite for name, suite in suites.items()
+        f"{short[name]} (n = {counted(suite['n_prompts'], 'prompt')})": suite
+        for name, suite in suites.items()
     }
 
 
@@ -101,12 +103,13 @@ def _padded(values: Sequence[float | None], size: int) -> list[float | None]:
 def _thresholds(suites: Suites, setting: str) -> Iterator[Picture]:
     """What the recorded rounds would have given, cut where confidence falls below a threshold."""
     found = {name: s["thresholds"] for name, s in suites.items() if s.get("thresholds")}
+    short = labels(list(found))
     for key, what in (
         ("accepted_length", "accepted length (tokens per round)"),
         ("acceptance_rate", "accepted drafts (share of those sent)"),
     ):
         curves = {
-            f"{label(name)} (n = {points[0]['rounds']} rounds)": [
+            f"{short[name]} (n = {counted(points[0]['rounds'], 'round')})": [
                 (point["threshold"], point[key]) for point in points
             ]
             for name, points in found.items()

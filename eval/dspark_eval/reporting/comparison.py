@@ -19,7 +19,7 @@ from dspark_eval.plots import BLUE, GREY, MARKERS, SERIES, tidy
 from dspark_eval.real_text.table import tables
 from dspark_eval.reporting.blocks import Block, Picture, Prose, Section, from_markdown, notes
 from dspark_eval.reporting.figures import PANEL, draw_curves, panel
-from dspark_eval.reporting.words import label, machine, name
+from dspark_eval.reporting.words import label, labels, machine, name, names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,11 +54,12 @@ def _comparison(value: Mapping[str, Any]) -> Iterator[Block]:
 
 def _pictures(index: int, suite: str, found: Entry, caption: str) -> Iterator[Picture]:
     entries = found["contenders"]
+    short = names([entry["name"] for entry in entries])
     n = f"{label(suite)}, n = {counted(found['n_prompts'], 'prompt')}"
     for key, axis in (("accepted_length", "value"), ("speedup", "ratio")):
         bounds = "ci95" if axis == "value" else f"{axis}_ci95"
         rows = [
-            (name(entry["name"]), entry[key][axis], entry[key][bounds])
+            (short[entry["name"]], entry[key][axis], entry[key][bounds])
             for entry in entries
             if entry[key] is not None and entry[key][axis] is not None
         ]
@@ -70,8 +71,9 @@ def _pictures(index: int, suite: str, found: Entry, caption: str) -> Iterator[Pi
             f"{what}: " + "; ".join(f"{who} {number(middle, 2)}" for who, middle, _ in rows),
             partial(panel, partial(draw_intervals, rows=rows, x=what), title=n, size=size),
         )
+    legend = labels(list(short.values()))
     curves = {
-        name(entry["name"]): list(enumerate(entry["conditional_acceptance"], start=1))
+        legend[short[entry["name"]]]: list(enumerate(entry["conditional_acceptance"], start=1))
         for entry in entries
         if entry["conditional_acceptance"]
     }
@@ -152,7 +154,8 @@ def draw_intervals(
                       ha="center", fontsize=8)  # fmt: skip
     if rows:
         axes.axvline(rows[0][1], color=BLUE, linewidth=0.8, linestyle="--", alpha=0.6)
-    axes.set_yticks(range(len(rows)), [label(who) for who, *_ in rows])
+    shown = labels([who for who, *_ in rows])
+    axes.set_yticks(range(len(rows)), [shown[who] for who, *_ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.7)
     axes.set_xlabel(x)
     tidy(axes)

@@ -14,11 +14,11 @@ from dspark_eval.cells import NOT_MEASURED, interval, number, percent
 from dspark_eval.reporting.acceptance import verdict
 from dspark_eval.reporting.blocks import Block, Prose, Section, notes, table
 from dspark_eval.reporting.sources import Found
-from dspark_eval.reporting.words import name
+from dspark_eval.reporting.words import name, names
 
 HEADS = (
     "drafter, prompt set, temperature T", "speed-up", "accepted length", "accepted drafts",
-    "prompts", "same as plain", "calibration error\n(of a perfect forecast)",
+    "prompts", "same as plain", "calibration error (perfect)",
 )  # fmt: skip
 TIMED = ("bench", "frames", "comparison", "eval")
 Document = Mapping[str, Any]
@@ -91,8 +91,12 @@ def _rows(item: Found, errors: Mapping[tuple[str, float], str]) -> Iterator[Sequ
             yield _row(value, prompts, suite, value["temperature"], same, errors)
     elif item.kind.name == "comparison":
         for prompts, suite in value["suites"].items():
-            drafting = [entry for entry in suite["contenders"] if entry["speedup"] is not None]
-            yield from (_compared(value, prompts, suite, entry) for entry in drafting)
+            short = names([entry["name"] for entry in suite["contenders"]])
+            yield from (
+                _compared(value, prompts, suite, entry, short[entry["name"]])
+                for entry in suite["contenders"]
+                if entry["speedup"] is not None
+            )
 
 
 def _row(
@@ -126,11 +130,13 @@ def _error(measured: float | None, floor: float | None) -> str:
     return NOT_MEASURED if measured is None else f"{percent(measured)} ({percent(floor)})"
 
 
-def _compared(value: Document, prompts: str, suite: Document, entry: Document) -> Sequence[str]:
+def _compared(
+    value: Document, prompts: str, suite: Document, entry: Document, who: str
+) -> Sequence[str]:
     speed, length, n = entry["speedup"], entry["accepted_length"], suite["n_prompts"]
     wrong = entry["greedy_mismatches"]
     return (
-        f"{name(entry['name'])}\n{prompts}, T = {value['temperature']:g}",
+        f"{who}\n{prompts}, T = {value['temperature']:g}",
         f"{number(speed['ratio'], 2)}x {interval(speed['ratio_ci95'])}",
         f"{number(length['value'], 2)} {interval(length['ci95'])}",
         percent(entry["acceptance_rate"]["value"]),

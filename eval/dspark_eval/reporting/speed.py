@@ -94,7 +94,7 @@ def round_blocks(runs: Mapping[str, Run]) -> Iterator[Block]:
                 plot_lengths,
                 bins,
                 key,
-                f"{label(setting)}, n = {sum(found['rounds'] for found in bins)} rounds",
+                f"{label(setting)}, n = {counted(sum(found['rounds'] for found in bins), 'round')}",
             ),
         )
     samples = first.get("samples", ())
@@ -179,7 +179,7 @@ def frames(source: str, value: Any) -> Section:
         ),
     ]  # fmt: skip
     curves = {
-        f"{label(suite)} (n = {found['n_prompts']} prompts)": found
+        f"{label(suite)} (n = {counted(found['n_prompts'], 'prompt')})": found
         for suite, found in value["suites"].items()
     }
     where = machine(value["environment"], short=True)
