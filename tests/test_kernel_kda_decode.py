@@ -309,6 +309,10 @@ def test_what_the_kernel_refuses() -> None:
     call = round_of()
     call.accepted = call.accepted.repeat_interleave(2)[::2]
     assert "counts" in reason(call)
+    for name in ("conv", "A_log", "dt_bias", "norm"):
+        call = round_of()
+        setattr(call, name, getattr(call, name).repeat_interleave(2, -1)[..., ::2])
+        assert "contiguous" in reason(call), name
 
 
 @pytest.mark.gpu

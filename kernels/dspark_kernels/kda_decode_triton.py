@@ -187,7 +187,9 @@ def refuses(
         return "a state or parameters that are not float32"
     if rows.dtype == torch.float64 or any(x.dtype != rows.dtype for x in held):
         return "rows in float64, or held in another dtype"
-    if not all(x[0].is_contiguous() for x in (state, conv)):
+    if not (
+        state[0].is_contiguous() and all(x.is_contiguous() for x in (conv, A_log, dt_bias, norm))
+    ):
         return "a state or weights that are not contiguous"
     if not accepted.is_contiguous():
         return "counts that are not contiguous"
@@ -195,4 +197,15 @@ def refuses(
         return "a tree that is not contiguous"
     if any(x.stride(-1) != 1 for x in (rows, decay, beta, gate, *held) if x.numel()):
         return "rows whose channels are not contiguous"
-    return None
+    return None if second is None else _refuses_second(second, rows, K, V)
+
+
+def _refuses_second(second: Tensor, rows: Tensor, K: int, V: int) -> str | None:
+    rank = second.shape[2]
+    if second.dtype != rows.dtype or not second.is_contiguous():
+        return "second factors in another dtype than rows, or not contiguous"
+    if rank & (rank - 1) or not 16 <= rank <= 512:
+        return f"second factors of rank {rank}; it takes powers of two from 16 to 512"
+    return (
+        "second factors of decay and gate with K unlike V" if len(second) > 1 and K != V else None
+    )
