@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from dspark_eval.compare_table import lossless_cell
 from dspark_eval.contenders import Contender
 from dspark_eval.fidelity import fidelity_warnings
 from dspark_eval.intervals import MIN_PROMPTS
+from tests import chat_tokenizers
 from tests.table_target import TableTarget
 from tests.tiny_pair import BLOCK_SIZE, TinyPair, write_pair
 
@@ -131,7 +133,7 @@ def test_one_contenders_wrong_law_is_found_among_right_ones() -> None:
     assert found[0]["level"] == pytest.approx(found[0]["false_alarm"] / 12)  # 2 x 3 x 2 tests
     (said,) = fidelity_warnings(found[1])
     assert said.startswith("NOT LOSSLESS")
-    assert lossless_cell(found[1]) == "FAILED, 3000 tokens"
+    assert lossless_cell(found[1]) == "NOT LOSSLESS, 3,000 tokens"
 
 
 def answer(tokens: list[int], emitted: list[int], seconds: float) -> Generation:
@@ -162,6 +164,11 @@ def test_ratios_speed_and_mismatches_by_hand() -> None:
     [
         (["--compare", "lookup"], "expected two or more; got 1"),
         (["--compare", "lookup", "lookup"], "each once"),
+        (["--compare", "DRAFT", "DRAFT/"], "each once"),
+        (["--compare", "lookup", "model:"], "--compare model:: expected a model's name"),
+        (["--compare", "lookup", "plain", "--max-new-tokens", "1000000000"], "tokens; expected at"),
+        (["--compare", "lookup", "plain", "--suite", "PROMPTS"], "two sets are called prompts"),
+        (["--compare", "lookup", "plain", "--suite-dir", "nowhere"], "--suite-dir nowhere: exp"),
         (["--compare", "plain", "lookup"], "expected a drafter first"),
         (["--compare", "lookup", "nowhere"], "expected plain, lookup, model:NAME or the folder"),
         (["--compare", "lookup", "plain", "--draft", "x"], "--draft: means something for one"),
@@ -181,6 +188,8 @@ def test_ratios_speed_and_mismatches_by_hand() -> None:
 def test_wrong_comparisons_are_refused_in_a_line(
     words: list[str], said: str, pair: TinyPair, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    places = {"DRAFT": str(pair.draft), "PROMPTS": str(pair.prompts)}
+    words = [places.get(w.rstrip("/"), w) + "/" * w.endswith("/") for w in words]
     suite = ["--target", str(pair.target), "--suite", str(pair.prompts)]
     assert console.run(cli.app, ["eval", *words, *suite]) == 2
     error = capsys.readouterr().err
@@ -211,6 +220,32 @@ def test_a_draft_length_beyond_a_block_is_refused(pair: TinyPair) -> None:
     )
     with pytest.raises(UserError, match=f"drafts at most {BLOCK_SIZE}"):
         run_compare(options)
+
+
+def test_a_drafter_of_another_tokenizer_is_refused_though_the_sizes_agree(
+    pair: TinyPair, tmp_path: Path
+) -> None:
+    draft = tmp_path / "draft"
+    shutil.copytree(pair.draft, draft)
+    chat_tokenizers.chatml().save_pretrained(draft)
+    options = CompareOptions(
+        contenders=("lookup", str(draft)), target=pair.target, suites=(str(pair.prompts),)
+    )
+    with pytest.raises(UserError, match="drafts for another tokenizer than the target's"):
+        run_compare(options)
+
+
+def test_what_is_not_asked_and_what_is_asked_twice_is_said(pair: TinyPair, tmp_path: Path) -> None:
+    rows = [{"prompt": "one"}, {"prompt": "one"}, {"turns": ["two", "three"]}]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    options = CompareOptions(
+        contenders=("lookup", "plain"), target=pair.target, suites=(str(file),), max_new_tokens=2,
+        quiet=True,
+    )  # fmt: skip
+    warnings = run_compare(options)["warnings"]
+    assert "mine: 1 prompt asked before: each counts again" in warnings
+    assert "mine: 1 prompt with later turns: only the first is asked" in warnings
 
 
 def test_help_names_the_option() -> None:

@@ -8,12 +8,10 @@ do.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dspark.draft.calibration import NOT_CALIBRATED
-from dspark.errors import UserError
 from dspark.files import atomic_write_json, prepare_folder
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
@@ -28,7 +26,7 @@ from dspark_eval.protocols import departures, protocol_document
 from dspark_eval.report import print_eval, progress
 from dspark_eval.settings import EvalOptions
 from dspark_eval.suite_report import SuiteRun, eval_suite
-from dspark_eval.suites import Suite, load_suites
+from dspark_eval.suites import Suite, load_all_suites
 
 EVAL_FILE = "eval.json"
 PLOT_FILE = "acceptance.png"
@@ -41,18 +39,11 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
 
     Raises `UserError` for what `load_suites` and `load_pair` refuse.
     """
-    suites = [
-        suite
-        for name in options.suites
-        for suite in load_suites(
-            name, n_prompts=options.n_prompts, seed=options.seed, folder=options.suite_dir
-        )
-    ]
+    suites = load_all_suites(
+        options.suites, n_prompts=options.n_prompts, seed=options.seed, folder=options.suite_dir
+    )
     for suite in suites:
         check_concurrency(options.concurrency, len(suite.rows), suite.name)
-    twice = [name for name, n in Counter(suite.name for suite in suites).items() if n > 1]
-    if twice:
-        raise UserError(f"--suite: two sets are called {twice[0]}; rename one, or give it once")
     pair = load_pair(options)
     if options.out is not None:
         prepare_folder(options.out)

@@ -34,14 +34,15 @@ from dspark_eval import metrics
 from dspark_eval.asked import Decoding
 from dspark_eval.compare_figures import held_against_the_law, summaries
 from dspark_eval.compare_table import markdown, print_comparison
-from dspark_eval.contenders import PLAIN, Contender, chat_of, open_contender
+from dspark_eval.contenders import PLAIN, Contender, chat_of, open_contender, own_warnings
 from dspark_eval.environment import describe_environment
 from dspark_eval.fidelity import fidelity_warnings
 from dspark_eval.long_context import prompts_in_context
+from dspark_eval.pair import check_max_new_tokens
 from dspark_eval.protocols import departures, protocol_document
 from dspark_eval.report import progress
 from dspark_eval.speed import Decode, hash_tokens
-from dspark_eval.suites import Suite, load_suites
+from dspark_eval.suites import Suite, load_all_suites
 
 COMPARE_FILE, TABLE_FILE = "compare.json", "compare.md"
 SCHEMA_VERSION = 1
@@ -70,7 +71,8 @@ class CompareOptions(Decoding):
         names = self.contenders
         if len(names) < 2:
             raise UserError(f"--compare: expected two or more; got {len(names)}")
-        if len(set(names)) != len(names):
+        places = {Path(name).resolve() if Path(name).is_dir() else name for name in names}
+        if len(places) != len(names):
             raise UserError(f"--compare: each once; got {', '.join(names)}")
         if names[0] == PLAIN:
             raise UserError("--compare plain ...: expected a drafter first, the others' reference")
@@ -123,17 +125,14 @@ def load_all(options: CompareOptions) -> Compared:
     Raises UserError for what `load_suites`, `load_target` and `open_contender` refuse, and with
     file and line where the chat template refuses a prompt.
     """
-    suites = [
-        suite
-        for name in options.suites
-        for suite in load_suites(
-            name, n_prompts=options.n_prompts, seed=options.seed, folder=options.suite_dir
-        )
-    ]
+    suites = load_all_suites(
+        options.suites, n_prompts=options.n_prompts, seed=options.seed, folder=options.suite_dir
+    )
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     device = find_device(options.device, "--device")
     loaded = load_target(options.target, dtype=getattr(torch, options.dtype), device=device)
+    check_max_new_tokens(options.max_new_tokens, loaded.target)
     names = options.contenders
     if PLAIN not in names:
         names = (*names, PLAIN)
@@ -141,10 +140,11 @@ def load_all(options: CompareOptions) -> Compared:
     for contender in opened:  # a draft length beyond a block
         _decode(contender, loaded.target, options)
     chat, warnings = chat_of(options.contenders, loaded)
+    warnings += [f"{who.name}: {text}" for who in opened for text in own_warnings(who)]
     warnings += [
         f"{s.name}: {text}" for s in suites for text in metrics.sample_size_warnings(len(s.rows))
     ]
-    warnings += [note for suite in suites for note in suite.notes]
+    warnings += [note for s in suites for note in (*s.notes, *s.first_turn_note)]
     prompts = {suite.name: _prompt_ids(chat, suite) for suite in suites}
     unread = frozenset(suite.name for suite in suites if suite.context)
     return Compared(loaded.target, opened, prompts, tuple(warnings), unread)

@@ -17,8 +17,11 @@ from typing import Any
 from torch import nn
 
 from dspark.distill.chat import ChatFormat
+from dspark.distill.fingerprint import check_stored_tokenizer
 from dspark.distill.identity import identity_warnings, trained_format
 from dspark.draft.checkpoint import load_drafter, read_config
+from dspark.draft.golden_check import golden_warnings
+from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
 from dspark.runtime.decode import SpeculativeDecoder
 from dspark.runtime.hf_target import HFTarget
@@ -106,6 +109,8 @@ def open_contender(name: str, loaded: LoadedTarget, draft_length: int | None) ->
     if name == LOOKUP:
         lookup = PromptLookup(draft_length or LONGEST, target.device)
         return _proposing(name, lookup, target)
+    if name == MODEL:
+        raise UserError(f"--compare {MODEL}: expected a model's name or folder behind the colon")
     if name.startswith(MODEL):
         return _proposing(name, open_ar(name.removeprefix(MODEL), target, draft_length), target)
     folder = Path(name)
@@ -120,6 +125,15 @@ def open_contender(name: str, loaded: LoadedTarget, draft_length: int | None) ->
     drafter = load_drafter(folder, target, dtype=target.dtype, device=target.device).eval()
     way = SpeculativeDecoder(target, drafter)
     return Contender(name, "dspark", way, drafter.config.block_size, _count(drafter))
+
+
+def own_warnings(contender: Contender) -> list[str]:
+    """What a drafter's stored examples say of the one that was loaded."""
+    way = contender.way
+    if contender.kind != "dspark" or not isinstance(way, SpeculativeDecoder):
+        return []
+    drafter = way.drafter
+    return golden_warnings(contender.name, drafter) if isinstance(drafter, DSparkDrafter) else []
 
 
 def _proposing(name: str, baseline: Baseline, target: Target) -> Contender:
@@ -147,7 +161,7 @@ def _count(module: Any) -> int:
 
 def chat_of(names: Sequence[str], loaded: LoadedTarget) -> tuple[ChatFormat, list[str]]:
     """How prompts are written, the same for all: as for the first drafter that says how it was
-    trained; and what the others say of it."""
+    trained; and what the others say of it. Raises UserError for one of another tokenizer."""
     chat, warnings = None, []
     for name in names:
         folder = Path(name)
@@ -155,6 +169,8 @@ def chat_of(names: Sequence[str], loaded: LoadedTarget) -> tuple[ChatFormat, lis
         if kind not in (None, "dflash"):
             continue
         record = read_config(folder).target
+        same = check_stored_tokenizer(folder, loaded.tokenizer)
         chat = chat or trained_format(folder, record, loaded.tokenizer)
-        warnings += [f"{name}: {text}" for text in identity_warnings(record, chat)]
+        said = identity_warnings(record, chat, same_tokenizer=same)
+        warnings += [f"{name}: {text}" for text in said]
     return chat or ChatFormat(loaded.tokenizer), warnings

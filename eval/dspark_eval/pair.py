@@ -103,11 +103,7 @@ def load_pair(options: BenchOptions | EvalOptions | CalibrateOptions) -> Pair:
     draft_length = check_draft_length(options.draft_length, config.block_size)
     dtype = getattr(torch, options.dtype)
     loaded = load_target(options.target, dtype=dtype, device=device)
-    if options.max_new_tokens > loaded.target.max_positions:
-        raise UserError(
-            f"--max-new-tokens {options.max_new_tokens}: target {loaded.target.name} reads "
-            f"{loaded.target.max_positions} tokens; expected at most so many"
-        )
+    check_max_new_tokens(options.max_new_tokens, loaded.target)
     same_tokenizer = check_stored_tokenizer(options.draft, loaded.tokenizer)
     drafter = load_drafter(options.draft, loaded.target, dtype=dtype, device=device)
     chat = trained_format(options.draft, config.target, loaded.tokenizer)
@@ -124,6 +120,15 @@ def load_pair(options: BenchOptions | EvalOptions | CalibrateOptions) -> Pair:
         draft_length=draft_length,
         warnings=tuple(warnings),
     )
+
+
+def check_max_new_tokens(asked: int, target: Target) -> None:
+    """Refuse answers that the target has no positions for, before a cache of them is allocated."""
+    if asked > target.max_positions:
+        raise UserError(
+            f"--max-new-tokens {asked}: target {target.name} reads {target.max_positions} tokens; "
+            "expected at most so many"
+        )
 
 
 def check_draft_length(asked: int | None, block_size: int) -> int:

@@ -15,7 +15,8 @@ set for each length, of the same questions.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -116,7 +117,34 @@ def load_suites(
         )
     prompts = read_prompts([path])
     notes = (f"{path}: {prompts.report.summary()}",) if prompts.report.skipped else ()
-    return [_suite(path.stem, prompts.rows, n_prompts, seed, notes)]
+    suite = _suite(path.stem, prompts.rows, n_prompts, seed, notes)
+    return [replace(suite, notes=(*notes, *_repeated(suite)))]
+
+
+def _repeated(suite: Suite) -> list[str]:
+    """A sentence if some rows ask the same: they count as if they were other prompts."""
+    asked = Counter(str((row.prompt, row.later_turns)) for row in suite.rows)
+    more = sum(asked.values()) - len(asked)
+    said = f"{suite.name}: {counted(more, 'prompt')} asked before: each counts again"
+    return [said] if more else []
+
+
+def load_all_suites(
+    names: Sequence[str | Path], *, n_prompts: int | None, seed: int, folder: Path | None = None
+) -> list[Suite]:
+    """`load_suites` of each name. Raises `UserError` also where two sets would share a name: what
+    is said of the one would be taken for the other."""
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"--suite-dir {folder}: expected a folder with NAME.jsonl in it")
+    suites = [
+        suite
+        for name in names
+        for suite in load_suites(name, n_prompts=n_prompts, seed=seed, folder=folder)
+    ]
+    twice = [name for name, n in Counter(suite.name for suite in suites).items() if n > 1]
+    if twice:
+        raise UserError(f"--suite: two sets are called {twice[0]}; rename one, or give it once")
+    return suites
 
 
 def _public(name: str, count: int | None, seed: int, folder: Path | None) -> Suite:
