@@ -66,6 +66,9 @@ def test_decode_speed_runs(tmp_path: Path) -> None:
     assert found["logits_errors"]["static"] < 1e-5
     assert found["floor_tokens_per_s"] > found["generate_tokens_per_s"] > 0
     assert found["ops"]["settle"] == "torch"
+    assert (found["schema_version"], found["n_prompts"], found["seed"]) == (1, 1, 0)
+    made = found["generate"]
+    assert found["generate_tokens_per_s"] == pytest.approx(made["tokens"] / made["seconds"])
 
 
 def test_frame_speed_runs(tmp_path: Path, nano_drafter: Path) -> None:
@@ -80,6 +83,10 @@ def test_frame_speed_runs(tmp_path: Path, nano_drafter: Path) -> None:
     assert result["experts_per_frame"]["plain"] == 2.0
     assert 2.0 < result["experts_per_frame"]["speculative"] <= 8.0
     assert set(found["tuning_tokens_per_s"]) == {"plain", "3"}
+    assert result["experts_per_frame"]["n_prompts"] == 1
+    assert found["schema_version"] == 1
+    assert sum(result["speculative"]["by_prompt"]["tokens"]) == 7
+    assert "few prompts (1)" in " ".join(found["warnings"])
 
 
 @pytest.fixture

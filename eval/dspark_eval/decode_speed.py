@@ -32,7 +32,7 @@ from dspark.k3.model import K3ForCausalLM
 from dspark.runtime.graph_decode import GraphDecoder
 from dspark.runtime.k3_target import K3Target
 from dspark_eval.device_profile import profile
-from dspark_eval.environment import describe_environment
+from dspark_eval.frame_document import heading
 from dspark_eval.random_k3 import SHAPES, random_model
 from dspark_eval.same_weights import peer_kernels, peer_model
 
@@ -144,6 +144,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(options.seed)
     prompt = torch.randint(0, config.vocab_size, (options.prompt,), generator=generator).tolist()
     ops.forget()
+    facts = heading("decode_speed", options.arguments, options.seed, device, dtype)
     checked = errors(decoder, prompt) if options.check else None
     floor_bytes = token_bytes(decoder, config, options.prompt + options.tokens // 2)
     rate = copy_rate(device, COPY_BYTES if device.type == "cuda" else 1 << 24)
@@ -153,7 +154,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     text = decoder.generate(prompt, max_new_tokens=options.tokens, end_token_ids=[])
     generate_s = text.decode_s / (len(text.tokens) - 1)
     found: dict[str, Any] = {
-        "command": "python -m dspark_eval.decode_speed " + " ".join(options.arguments),
+        **facts,
+        "n_prompts": 1,
         "shape": options.shape,
         "parameters": parameters,
         "bytes": vars(floor_bytes) | {"total": floor_bytes.total},
@@ -161,11 +163,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "floor_tokens_per_s": 1 / floor_s,
         "frame_us": 1e6 * frame_s,
         "frame_share": floor_s / frame_s,
+        "generate": {"tokens": len(text.tokens) - 1, "seconds": text.decode_s},
         "generate_tokens_per_s": 1 / generate_s,
         "generate_share": floor_s / generate_s,
         "logits_errors": None if checked is None else vars(checked),
         "ops": ops.ran(),
-        "environment": describe_environment(device, dtype),
     }
     if options.profile and device.type == "cuda":
         seen = profile(lambda: _frames(decoder, options.profiled), options.profiled)
@@ -225,7 +227,7 @@ def report(found: dict[str, Any]) -> str:
         f"frames back to back   {1e6 / found['frame_us']:8.1f} tok/s  "
         f"{100 * found['frame_share']:5.1f} % of the floor  {found['frame_us']:.1f} us",
         f"generate              {found['generate_tokens_per_s']:8.1f} tok/s  "
-        f"{100 * found['generate_share']:5.1f} %",
+        f"{100 * found['generate_share']:5.1f} %  of {found['generate']['tokens']} tokens",
     ]
     if "peer" in found:
         peer = found["peer"]
@@ -239,6 +241,7 @@ def report(found: dict[str, Any]) -> str:
             f"logits against float32: static pass {wrong['static']:.2e}, ordinary pass "
             f"{wrong['ordinary']:.2e}"
         )
+    lines += [f"warning: {text}" for text in found["warnings"]]
     lines.append("ops: " + ", ".join(f"{name} {what}" for name, what in found["ops"].items()))
     return "\n".join(lines)
 

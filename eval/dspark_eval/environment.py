@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 import dspark
+from dspark.wording import counted
 
 
 def describe_environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -35,6 +37,17 @@ def describe_environment(device: torch.device, dtype: torch.dtype) -> dict[str, 
         "dspark": dspark.__version__,
         "git_revision": git_revision(),
     }
+
+
+def busy_warnings(facts: Mapping[str, Any]) -> list[str]:
+    """A sentence to print when more ran than the machine has cores."""
+    load, cores = facts["load_average_1m"], facts["cpu_cores"]
+    if not load or not cores or load <= cores:
+        return []
+    return [
+        f"busy machine: load {load:g} on {counted(cores, 'core')} before the measurement; seconds "
+        "are not to be relied on"
+    ]
 
 
 def cpu_model() -> str | None:

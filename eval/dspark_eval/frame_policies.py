@@ -36,7 +36,7 @@ from dspark.runtime.graph_sizes import SMALL, ByRate, SizeRule
 from dspark.runtime.policies import Auto, Fixed
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
-from dspark_eval.environment import describe_environment
+from dspark_eval.frame_document import few_warnings, heading, lines, speedup
 from dspark_eval.frame_runs import (
     Always,
     Run,
@@ -47,19 +47,22 @@ from dspark_eval.frame_runs import (
     experts_per_frame,
     of_frames,
 )
-from dspark_eval.frame_speed import open_subject
-from dspark_eval.intervals import ratio_of_ratios
+from dspark_eval.frame_speed import EXPERT_PROMPTS, open_subject
 from dspark_eval.policies.sets import MIX, prompt_sets
 from dspark_eval.suites import load_suites
 
 PLAIN = "plain"
+WAYS = ("fixed", "throughput", "auto")
 PAUSES = (32, 1024)
 
 
 class Ways:
     """Plain frames, and the sized frames of one decoder under several rules."""
 
-    def __init__(self, subject: Subject, reader: PromptReader, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, subject: Subject, reader: PromptReader, sizes: Sequence[int], asked: Sequence[str]
+    ) -> None:
+        self.asked = asked
         shared: dict[str, Any] = {
             "seats": subject.batch, "max_length": subject.max_length,
             "sampling": subject.sampling, "static": subject.static, "reader": reader,
@@ -98,7 +101,8 @@ class Ways:
         """The ways that are measured: with the best fixed size alone."""
         drafting = [f"fixed {size}" for size in self.sized.sizes if size]
         best = max(drafting, key=lambda name: self.rates[name])
-        return [PLAIN, best, "throughput", "auto"]
+        names = {PLAIN: PLAIN, "fixed": best, "throughput": "throughput", "auto": "auto"}
+        return [name for way, name in names.items() if way in (PLAIN, *self.asked)]
 
     def run(self, name: str, prompts: Sequence[list[int]], new: int, first: int, run: Run) -> None:
         """One batch of prompts."""
@@ -140,9 +144,10 @@ def measure_set(ways: Ways, prompts: list[list[int]], new: int) -> dict[str, Run
 def of_set(ways: Ways, prompts: list[list[int]], new: int, energy_s: float) -> dict[str, Any]:
     """JSON-ready: every way on a set of prompts."""
     found = describe(measure_set(ways, prompts, new), ways, prompts)
-    few = prompts[: max(2, ways.plain.seats.batch)]
+    few = prompts[: max(EXPERT_PROMPTS, ways.plain.seats.batch)]
     for name, result in found.items():
         result["experts"] = ways.experts(name, few, new)
+        result["experts_prompts"] = len(few)
         result["energy"] = None
     for name in ways.chosen()[:2]:
         found[name]["energy"] = ways.energy(name, prompts, new, energy_s)
@@ -152,17 +157,22 @@ def of_set(ways: Ways, prompts: list[list[int]], new: int, energy_s: float) -> d
 def describe(runs: dict[str, Run], ways: Ways, prompts: list[list[int]]) -> dict[str, Any]:
     """JSON-ready, each way beside plain frames."""
     plain, target = runs[PLAIN], ways.plain.target
+    beside = plain.document()
     found: dict[str, Any] = {}
     for name, run in runs.items():
-        rounds = metrics.pool([text.rounds for text in run.texts])
-        both = np.stack([run.tokens, run.seconds, plain.tokens, plain.seconds], axis=1)
-        entry = run.document() | {
-            "speedup": run.rate() / plain.rate(),
-            "speedup_ci95": metrics.bootstrap_ci95(both, ratio_of_ratios),
+        by_prompt = [text.rounds for text in run.texts]
+        rounds = metrics.pool(by_prompt)
+        entry = run.document()
+        ratio, interval = speedup(entry, beside)
+        entry |= {
+            "n_prompts": len(prompts),
+            "speedup": ratio,
+            "speedup_ci95": interval,
             "sizes": {str(size): n for size, n in sorted(Counter(run.frame_sizes).items())},
         }
         if name != PLAIN:
             entry["accepted_length"] = metrics.accepted_length(rounds)
+            entry["accepted_length_ci95"] = metrics.accepted_length_ci95(by_prompt)
             entry["acceptance_rate"] = metrics.acceptance_rate(rounds)
         if ways.plain.sampling.greedy:
             entry["divergences"] = divergences(target, prompts, plain, run)
@@ -187,24 +197,32 @@ def sets(options: argparse.Namespace) -> dict[str, list[Any]]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that was asked for, as a document; what time does not allow is left out."""
     started = time.perf_counter()
+    rows = sets(options)
     subject, chat, facts = open_subject(options)
     ops.forget()
     reader = PromptReader(subject.target, subject.drafter, remembers=True)
     found: dict[str, Any] = {
-        "command": "python -m dspark_eval.frame_policies " + " ".join(options.arguments),
+        **heading(
+            "frame_policies",
+            options.arguments,
+            options.seed,
+            subject.target.device,
+            subject.target.dtype,
+        ),
         **facts,
+        "max_new_tokens": options.new,
+        "n_prompts": {name: len(some) for name, some in rows.items()},
         "load_s": time.perf_counter() - started,
         "runs": [],
         "skipped": [],
     }
-    rows = sets(options)
     for batch in options.batches:
         for temperature in options.temperatures:
             if time.perf_counter() - started > options.seconds:
                 found["skipped"].append({"batch": batch, "temperature": temperature})
                 continue
             asked = replace(subject, sampling=SamplingParams(temperature=temperature), batch=batch)
-            ways = Ways(asked, reader, options.sizes)
+            ways = Ways(asked, reader, options.sizes, options.ways)
             tuning = load_suites("nano-validation", n_prompts=max(4, batch), seed=1)[0]
             ways.tune([chat.prompt_ids(row.prompt) for row in tuning.rows], options.new)
             entry: dict[str, Any] = {
@@ -216,13 +234,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             for name, some in rows.items():
                 prompts = [chat.prompt_ids(row.prompt) for row in some]
                 entry["sets"][name] = of_set(ways, prompts, options.new, options.energy_seconds)
+                found["warnings"] += [
+                    f"T={temperature:g}, {text}" for text in few_warnings(name, len(some), batch)
+                ]
                 entry["after_s"] = time.perf_counter() - started
                 print(lines(facts["target"], batch, temperature, name, entry), flush=True)
                 keep(options, found)
             if "frames" not in found:
                 found["plain_frames"], found["frames"] = map(of_frames, (ways.plain, ways.sized))
     found["ops"] = ops.ran()
-    found["environment"] = describe_environment(subject.target.device, subject.target.dtype)
     return found
 
 
@@ -232,32 +252,6 @@ def keep(options: argparse.Namespace, found: dict[str, Any]) -> None:
         atomic_write_json(options.json, found)
 
 
-def lines(target: str, batch: int, temperature: float, name: str, entry: dict[str, Any]) -> str:
-    """One set of prompts, a line for each way."""
-    told = []
-    for way, result in entry["sets"][name].items():
-        low, high = result["speedup_ci95"] or (float("nan"),) * 2
-        text = (
-            f"{target}, batch {batch}, T={temperature:g}, {name}: {way:12} "
-            f"{result['tokens_per_s']:8.0f} tok/s {result['speedup']:.2f}x [{low:.2f}, {high:.2f}]"
-            f", frames p50/p99 {result['frame_ms_p50']:.3f}/{result['frame_ms_p99']:.3f} ms"
-        )
-        if result.get("accepted_length") is not None:
-            text += f", accepted length {result['accepted_length']:.2f}, sizes {result['sizes']}"
-        if result["experts"] is not None:
-            text += f", experts {result['experts']:.1f}"
-        if result["energy"] is not None:
-            text += f", J/token {result['energy']['joules_per_token']:.3f} at "
-            text += f"{result['energy']['watts']:.0f} W"
-        for d in result.get("divergences", ()):
-            text += (
-                f"; prompt {d['prompt']} differs at {d['position']}, gap {d['top2_gap']:.4f} "
-                f"= {d['rounding_steps']:.1f} roundings"
-            )
-        told.append(text)
-    return "\n".join(told)
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Options of the command line."""
     parser = Parser(prog="python -m dspark_eval.frame_policies", description=__doc__)
@@ -265,12 +259,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--twin", help="name of a widened twin; without: k3-nano itself")
     names = ["nano-problems", "nano-instructions", MIX]
     parser.add_argument("--suite", nargs="+", default=names, help=f"{MIX} is half free writing")
-    parser.add_argument("--n-prompts", type=int, default=20)
+    parser.add_argument("--n-prompts", type=int, default=60)
     parser.add_argument("--new", type=int, default=160, help="most new tokens of a prompt")
     parser.add_argument("--max-length", type=int, default=640, help="of prompt and answer")
     parser.add_argument("--batch", dest="batches", type=int, nargs="+", default=[1], help="seats")
     parser.add_argument("--temperature", dest="temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument("--sizes", type=int, nargs="*", default=SMALL, help="beside the block's")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="beside plain ones")
     parser.add_argument("--dtype", default="bfloat16", help="of k3-nano itself")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0, help="of the draw of prompts")
@@ -288,6 +283,8 @@ def main(arguments: Sequence[str]) -> None:
     """Measure and print."""
     options = parse(arguments)
     found = measure(options)
+    for text in found["warnings"]:
+        print(f"warning: {text}", file=sys.stderr)
     keep(options, found)
 
 

@@ -26,7 +26,7 @@ from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
 from dspark_eval.device_profile import profile
 from dspark_eval.energy import EnergyMeter, measure_energy
-from dspark_eval.intervals import ratio_of_ratios
+from dspark_eval.frame_document import speedup
 from dspark_eval.mismatches import NEAR_TIE_STEPS, first_divergence, top2_gap
 
 PROFILED = 20
@@ -95,6 +95,12 @@ class Run:
         return {
             "tokens_per_s": self.rate(),
             "tokens": sum(self.tokens),
+            "by_prompt": {
+                "tokens": [max(len(text.tokens) - 1, 0) for text in self.texts],
+                "rounds": [len(text.rounds) for text in self.texts],
+                "emitted": [sum(r.emitted for r in text.rounds) for text in self.texts],
+            },
+            "by_batch": {"tokens": self.tokens, "seconds": self.seconds},
             "frame_ms_p50": float(np.percentile(frames, 50)),
             "frame_ms_p99": float(np.percentile(frames, 99)),
         }
@@ -152,14 +158,15 @@ def compare(
     slow, quick = runs
     by_prompt = [g.rounds for g in quick.texts]
     rounds = metrics.pool(by_prompt)
-    both = np.stack([quick.tokens, quick.seconds, slow.tokens, slow.seconds], axis=1)
     greedy = fast.sampling.greedy
+    told = [run.document() for run in runs]
+    ratio, interval = speedup(told[1], told[0])
     return {
         "n_prompts": len(prompts),
-        "plain": slow.document() | {"energy": energy(plain, prompts, new, energy_s)},
-        "speculative": quick.document() | {"energy": energy(fast, prompts, new, energy_s)},
-        "speedup": quick.rate() / slow.rate(),
-        "speedup_ci95": metrics.bootstrap_ci95(both, ratio_of_ratios),
+        "plain": told[0] | {"energy": energy(plain, prompts, new, energy_s)},
+        "speculative": told[1] | {"energy": energy(fast, prompts, new, energy_s)},
+        "speedup": ratio,
+        "speedup_ci95": interval,
         "accepted_length": metrics.accepted_length(rounds),
         "accepted_length_ci95": metrics.accepted_length_ci95(by_prompt),
         "conditional_acceptance": metrics.conditional_acceptance(rounds),

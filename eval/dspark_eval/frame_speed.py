@@ -32,10 +32,14 @@ from dspark.k3.static.decode import StaticDecoder
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.loading import load_target
 from dspark.runtime.sampling import SamplingParams
-from dspark_eval.environment import describe_environment
+from dspark.wording import counted
+from dspark_eval.frame_document import few_warnings, heading
 from dspark_eval.frame_runs import Subject, best_length, compare, distinct_experts, of_frames
 from dspark_eval.suites import load_suites
 from dspark_eval.twins import load_twin
+
+EXPERT_PROMPTS = 8
+"""Prompts of a set whose frames' experts are counted, outside the times: more where seats are."""
 
 
 def open_subject(options: argparse.Namespace) -> tuple[Subject, ChatFormat, dict[str, Any]]:
@@ -70,6 +74,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that was asked for, as a document."""
     subject, chat, facts = open_subject(options)
     ops.forget()
+    device = subject.target.device
     lengths = options.draft_length or [subject.drafter.config.block_size]
     tuning = load_suites("nano-validation", n_prompts=max(4, subject.batch), seed=1)[0]
     warm = [chat.prompt_ids(row.prompt) for row in tuning.rows]
@@ -77,7 +82,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     chosen = length if length is not None else max(lengths)
     plain, fast = subject.decoder(None), subject.decoder(chosen)
     found: dict[str, Any] = {
-        "command": "python -m dspark_eval.frame_speed " + " ".join(options.arguments),
+        **heading("frame_speed", options.arguments, options.seed, device, subject.target.dtype),
         **facts,
         "batch": subject.batch,
         "temperature": options.temperature,
@@ -91,17 +96,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             prompts = [chat.prompt_ids(row.prompt) for row in suite.rows]
             start = time.perf_counter()
             result = compare(plain, fast, prompts, options.new, options.energy_seconds)
-            few = prompts[: 2 * subject.batch]
+            few = prompts[: max(EXPERT_PROMPTS, subject.batch)]
             result["experts_per_frame"] = {
                 "plain": distinct_experts(subject, None, few, options.new),
                 "speculative": distinct_experts(subject, chosen, few, options.new),
+                "n_prompts": len(few),
             }
             result["seconds"] = time.perf_counter() - start
             found["suites"][suite.name] = result
+            found["warnings"] += few_warnings(suite.name, len(prompts), subject.batch)
             print(line(suite.name, result), flush=True)
     found["plain_frames"], found["frames"] = of_frames(plain), of_frames(fast)
     found["ops"] = ops.ran()
-    found["environment"] = describe_environment(subject.target.device, subject.target.dtype)
     return found
 
 
@@ -111,13 +117,14 @@ def line(name: str, result: dict[str, Any]) -> str:
     experts = result["experts_per_frame"]
     plain, fast = result["plain"], result["speculative"]
     text = (
-        f"{name}: {result['speedup']:.2f}x [{low:.2f}, {high:.2f}] "
+        f"{name} (n = {result['n_prompts']}): {result['speedup']:.2f}x [{low:.2f}, {high:.2f}] "
         f"({plain['tokens_per_s']:.0f} -> {fast['tokens_per_s']:.0f} tok/s), accepted length "
         f"{result['accepted_length']:.2f}, frames p50/p99 {fast['frame_ms_p50']:.3f}/"
         f"{fast['frame_ms_p99']:.3f} ms (plain {plain['frame_ms_p50']:.3f})"
     )
     if experts["plain"] is not None:
         text += f", experts {experts['plain']:.1f} -> {experts['speculative']:.1f}"
+        text += f" (of {counted(experts['n_prompts'], 'prompt')})"
     if plain["energy"] is not None and fast["energy"] is not None:
         joules = [way["energy"]["joules_per_token"] for way in (plain, fast)]
         text += f", J/token {joules[0]:.3f} -> {joules[1]:.3f}"
@@ -132,7 +139,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--draft", type=Path, required=True, help="folder of a drafter of k3-nano")
     parser.add_argument("--twin", help="name of a widened twin; without: k3-nano itself")
     parser.add_argument("--suite", nargs="+", default=["nano", "nano-validation"])
-    parser.add_argument("--n-prompts", type=int, default=24)
+    parser.add_argument("--n-prompts", type=int, default=60)
     parser.add_argument("--new", type=int, default=256, help="most new tokens of a prompt")
     parser.add_argument("--max-length", type=int, default=1024, help="of prompt and answer")
     parser.add_argument("--batch", type=int, default=1, help="seats")
@@ -156,6 +163,8 @@ def main(arguments: Sequence[str]) -> None:
     print(f"{found['target']}, batch {found['batch']}, draft length {found['draft_length']}")
     for name, result in found["suites"].items():
         print(line(name, result))
+    for text in found["warnings"]:
+        print(f"warning: {text}", file=sys.stderr)
     if options.json is not None:
         atomic_write_json(options.json, found)
 
