@@ -30,6 +30,7 @@ from dspark.commands.options import (
     UseRelaxed,
     Verification,
     default_draft,
+    end_with_verdict,
     print_json,
 )
 
@@ -74,7 +75,10 @@ def bench(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Save a picture (png, svg, pdf).")] = None,
 ) -> None:
-    """Measure plain against speculative tokens per second, in one process."""
+    """Measure plain against speculative tokens per second, in one process.
+
+    Exit code 1, with everything written, where a text is NOT LOSSLESS.
+    """
     from dspark_eval.settings import BenchOptions
 
     to_stdout = json_file == Path("-")
@@ -114,3 +118,4 @@ def bench(
     result = run_bench(options)
     if to_stdout:
         print_json(result)
+    end_with_verdict(result)

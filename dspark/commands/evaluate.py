@@ -31,6 +31,7 @@ from dspark.commands.options import (
     UseRelaxed,
     Verification,
     default_draft,
+    end_with_verdict,
     print_json,
 )
 from dspark.commands.side_by_side import side_by_side
@@ -117,7 +118,10 @@ def evaluate(
     compare: Compare = None,
     as_json: PrintJson = False,
 ) -> None:
-    """Measure where a drafter is accepted: accepted length, acceptance at each position."""
+    """Measure where a drafter is accepted: accepted length, acceptance at each position.
+
+    Exit code 1, with everything written, where a text is NOT LOSSLESS.
+    """
     from dspark_eval.protocols import with_protocol
     from dspark_eval.settings import EvalOptions
 
@@ -167,6 +171,7 @@ def evaluate(
     result = run_eval(options)
     if as_json:
         print_json(result)
+    end_with_verdict(result)
 
 
 def _was_given(context: typer.Context, name: str) -> bool:

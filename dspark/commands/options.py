@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -83,3 +84,11 @@ def default_draft() -> Path:
 def print_json(result: object) -> None:
     """Indented JSON on stdout."""
     typer.echo(json.dumps(result, indent=2, allow_nan=False))
+
+
+def end_with_verdict(document: Mapping[str, Any]) -> None:
+    """Exit code 1 if a text of this measurement is not the target's; the numbers are out by now."""
+    from dspark_eval.verdicts import exit_code
+
+    if exit_code(document):
+        raise typer.Exit(1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from dspark.commands.options import print_json
+from dspark.commands.options import end_with_verdict, print_json
 from dspark.errors import UserError
 
 OF_ONE = (
@@ -49,3 +49,4 @@ def side_by_side(context: typer.Context, settings: Mapping[str, Any]) -> None:
     document = run_compare(options)
     if given["as_json"]:
         print_json(document)
+    end_with_verdict(document)

@@ -44,6 +44,7 @@ from dspark_eval.speed import (
 )
 from dspark_eval.suites import Suite, load_suites
 from dspark_eval.transformers_peer import TransformersPeer
+from dspark_eval.verdicts import mismatch_warnings
 
 WARMUP_PEER_TOKENS = 32
 
@@ -130,6 +131,7 @@ def _run_setting(
     timings = _measure_setting(pair, prompts, options, sampling, drafted, peer)
     require_proposals(timings, pair.drafter_name)
     mismatches = find_mismatches(pair.target, prompts, timings) if sampling.greedy else None
+    unlike = None if mismatches is None else [asdict(entry) for entry in mismatches]
     lossless = _lossless(pair, prompts, timings, sampling, drafted, options)
     few = metrics.sample_size_warnings(len(prompts))
     doubts = () if costs is None else costs.warnings
@@ -159,7 +161,7 @@ def _run_setting(
             "samples": samples(
                 asked(suite, [t.speculative[0] for t in timings]), pair.chat.tokenizer
             ),
-            "mismatches": None if mismatches is None else [asdict(m) for m in mismatches],
+            "mismatches": unlike,
             "lossless": lossless,
             "peer": None if peer is None else summarize_peer(timings, peer, seed=options.seed),
             "warnings": [
@@ -170,6 +172,7 @@ def _run_setting(
                 *confidence_warnings(pair, drafted, sampling),
                 *long_contexts(pair, timings),
                 *fidelity_warnings(lossless),
+                *mismatch_warnings(unlike, lossy=drafted.relaxed is not None),
                 *few,
             ],
         },

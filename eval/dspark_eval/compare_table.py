@@ -12,6 +12,7 @@ from rich.table import Table
 from dspark.fitting import say, show
 from dspark.wording import counted
 from dspark_eval.cells import NOT_MEASURED, interval, number, percent
+from dspark_eval.verdicts import NOT_LOSSLESS, fails, verdict
 
 HEAD = (
     "drafter",
@@ -74,7 +75,7 @@ def _row(entry: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
     length, ratio, speed = entry["accepted_length"], entry["ratio"], entry["speedup"]
     parameters, wrong = facts["parameters"], entry["greedy_mismatches"]
     return [
-        entry["name"],
+        entry["name"] + f" ({NOT_LOSSLESS})" * fails(entry.get("lossless")),
         facts["kind"],
         NOT_MEASURED if parameters is None else f"{parameters / 1e6:.2f} M",
         f"{number(length['value'], 2)} {interval(length['ci95'])}".strip(),
@@ -91,7 +92,8 @@ def lossless_cell(found: Mapping[str, Any] | None) -> str:
     """What the target says of the texts (`fidelity.judge`)."""
     if found is None or found["passed"] is None:
         return NOT_MEASURED
-    return f"{'passed' if found['passed'] else 'FAILED'}, {counted(found['tokens'], 'token')}"
+    said = NOT_LOSSLESS if fails(found) else verdict(found)
+    return f"{said}, {counted(found['tokens'], 'token', ',')}"
 
 
 def ratio_cell(value: float | None, bounds: Sequence[float] | None) -> str:

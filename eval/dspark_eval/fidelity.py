@@ -37,6 +37,7 @@ from dspark.runtime.sampling import SamplingParams, to_probs
 from dspark.runtime.target import Target
 from dspark_eval.lossless.statistics import ALPHA, FEWEST, detectable, fit
 from dspark_eval.mismatches import NEAR_TIE_STEPS
+from dspark_eval.verdicts import NOT_LOSSLESS, fails, verdict
 
 POWER = 0.99
 MOST_BINS = 20
@@ -177,18 +178,21 @@ def _add_draws(
 
 
 def judge(found: Evidence, sampling: SamplingParams, *, tests: int) -> dict[str, Any]:
-    """JSON of one prompt set: `passed`, and what it rests on. tests: of the whole run."""
+    """JSON of one prompt set: `passed`, `verdict` in words, and what they rest on. tests: of the
+    whole run."""
     if sampling.greedy:
         defects = [entry for entry in found.not_best if not entry.near_tie]
-        return {
-            "method": "greedy",
-            "tokens": found.tokens,
-            "passed": not defects,
-            "not_best": len(found.not_best),
-            "near_ties": len(found.not_best) - len(defects),
-            "largest_margin": max((entry.margin for entry in found.not_best), default=None),
-            "entries": [asdict(entry) for entry in (*defects, *found.not_best)[:SHOWN]],
-        }
+        return _with_verdict(
+            {
+                "method": "greedy",
+                "tokens": found.tokens,
+                "passed": not defects,
+                "not_best": len(found.not_best),
+                "near_ties": len(found.not_best) - len(defects),
+                "largest_margin": max((entry.margin for entry in found.not_best), default=None),
+                "entries": [asdict(entry) for entry in (*defects, *found.not_best)[:SHOWN]],
+            }
+        )
     level = ALPHA / tests
     rank, surprise = rank_test(found.ranks), surprise_test(found)
     values = [float(test["p"]) for test in (rank, surprise) if test is not None]
@@ -196,17 +200,23 @@ def judge(found: Evidence, sampling: SamplingParams, *, tests: int) -> dict[str,
     if rank is not None:
         tv = detectable(len(found.ranks), rank["bins"] - 1, level, POWER)
         rank = {**rank, "detectable_tv": tv, "power": POWER}
-    return {
-        "method": "sampling",
-        "tokens": found.tokens,
-        "passed": passed if values else None,
-        "impossible": found.impossible,
-        "edge": found.edge,
-        "false_alarm": ALPHA,
-        "level": level,
-        "rank": rank,
-        "surprise": surprise,
-    }
+    return _with_verdict(
+        {
+            "method": "sampling",
+            "tokens": found.tokens,
+            "passed": passed if values else None,
+            "impossible": found.impossible,
+            "edge": found.edge,
+            "false_alarm": ALPHA,
+            "level": level,
+            "rank": rank,
+            "surprise": surprise,
+        }
+    )
+
+
+def _with_verdict(found: dict[str, Any]) -> dict[str, Any]:
+    return {**found, "verdict": verdict(found)}
 
 
 def rank_test(ranks: Sequence[float]) -> dict[str, Any] | None:
@@ -239,17 +249,17 @@ def surprise_test(found: Evidence) -> dict[str, Any] | None:
 
 def fidelity_warnings(found: dict[str, Any] | None) -> list[str]:
     """A sentence if a text is not the target's."""
-    if found is None or found["passed"] is not False:
+    if found is None or not fails(found):
         return []
     if found["method"] == "greedy":
         count = found["not_best"] - found["near_ties"]
         return [
-            f"NOT LOSSLESS: {count} of {found['tokens']} tokens are not the target's best, "
+            f"{NOT_LOSSLESS}: {count} of {found['tokens']} tokens are not the target's best, "
             f"by up to {found['largest_margin']:.3g} in logits, more than rounding explains"
         ]
     parts = [f"{key} p = {found[key]['p']:.1e}" for key in ("rank", "surprise") if found[key]]
     return [
-        f"NOT LOSSLESS: the text does not look drawn from the target "
+        f"{NOT_LOSSLESS}: the text does not look drawn from the target "
         f"({', '.join(parts)}, {found['impossible']} impossible tokens; a right decoder shows this "
         f"in less than one of {1 / found['false_alarm']:.0f} runs)"
     ]

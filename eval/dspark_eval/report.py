@@ -32,6 +32,7 @@ from dspark_eval.report_notes import (
     relaxed_line,
     stops_lines,
 )
+from dspark_eval.verdicts import mark, run_fails, suite_fails
 
 Run = dict[str, Any]
 
@@ -83,7 +84,7 @@ def _add_run(table: Table, run: Run) -> None:
     table.add_row(f"plain, {setting}", rate(run["plain_tokens_per_s"]), *[""] * 5)
     times = " + ".join(number(run[key], 2) for key in ("draft_ms", "verify_ms", "other_ms"))
     table.add_row(
-        f"speculative, {setting}{relaxed_label(run)}",
+        f"speculative, {setting}{relaxed_label(run)}{mark(run_fails(run))}",
         rate(run["speculative_tokens_per_s"]),
         f"{number(run['speedup'], 2)}x {interval(run['speedup_ci95'])}",
         f"{number(run['accepted_length'], 2)} {interval(run['accepted_length_ci95'])}",
@@ -160,7 +161,7 @@ def print_eval(document: dict[str, Any], console: Console | None = None) -> None
         table.add_column(name, justify="right", no_wrap=True)
     for name, suite in document["suites"].items():
         table.add_row(
-            name + relaxed_label(suite),
+            name + relaxed_label(suite) + mark(suite_fails(suite)),
             str(suite["n_prompts"]),
             f"{number(suite['accepted_length'], 2)} {interval(suite['accepted_length_ci95'])}",
             number(suite["accepted_length_without_loops"], 2),

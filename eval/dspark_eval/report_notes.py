@@ -8,6 +8,7 @@ from typing import Any
 from dspark.runtime.cost_model import cost_model_from_dict
 from dspark.wording import counted
 from dspark_eval.cells import interval, number, percent, rate
+from dspark_eval.verdicts import verdict
 
 SHOWN_MISMATCHES = 3
 
@@ -200,15 +201,8 @@ def lossless_words(found: Mapping[str, Any]) -> str:
         return f"{found['not_best'] - found['near_ties']} of {tokens} not the target's best, {near}"
     if found["passed"] is None:
         return f"{tokens}: too few to hold against the target's law"
-    verdict = "agree with" if found["passed"] else "DO NOT AGREE WITH"
     tests = [f"p {found[key]['p']:.2g} ({key})" for key in ("rank", "surprise") if found[key]]
-    power = ""
-    if found["rank"] is not None:
-        power = (
-            f"; a law off by {found['rank']['detectable_tv']:.3f} in TV of ranks would be found "
-            f"with {percent(found['rank']['power'])}"
-        )
-    return (
-        f"{tokens} {verdict} the target's law: {', '.join(tests)}; false alarms below "
-        f"{found['false_alarm']:g} a run{power}"
-    )
+    law = f"{', '.join(tests)}; false alarms below {found['false_alarm']:g} a run"
+    if not found["passed"]:
+        return f"{tokens} DO NOT AGREE WITH the target's law: {law}"
+    return f"{tokens} against the target's law: {verdict(found)} ({law}; TV of ranks)"

@@ -24,6 +24,7 @@ from dspark_eval.samples import Answered, samples
 from dspark_eval.settings import EvalOptions
 from dspark_eval.speed import PromptTimings, hash_tokens, summarize
 from dspark_eval.suites import Suite
+from dspark_eval.verdicts import mismatch_warnings
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,9 @@ def eval_suite(run: SuiteRun, advance: Callable[[], None]) -> dict[str, Any]:
             *broken_notes(held),
             *grades.notes,
             *fidelity.fidelity_warnings(lossless),
+            *mismatch_warnings(
+                plain and plain["mismatches"], lossy=run.drafted.relaxed is not None
+            ),
         ],
         "finished_share": sum(answer.finish == "end" for answer in answers) / len(answers),
         "exact_answers": grades.share,
