@@ -8,14 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from dspark.draft.checkpoint import read_config, save_drafter
+from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
 from dspark.runtime.cost_model import BatchCosts, CostModel
 from dspark_eval import acceptance, suite_report
 from dspark_eval.acceptance import run_eval
 from dspark_eval.bench import bench_pair
 from dspark_eval.pair import Pair, load_pair
-from dspark_eval.protocols import protocol_document
+from dspark_eval.protocols import Measured, departures, protocol_document
 from dspark_eval.report import print_eval
 from dspark_eval.settings import BenchOptions, EvalOptions
 from dspark_eval.suites import load_suites
@@ -211,6 +214,28 @@ def test_a_protocol_needs_its_block_and_states_what_differs(tiny):
     exact = replace(paper, max_new_tokens=2048, dtype="bfloat16")
     assert protocol_document("dspark-paper", exact)["departures"] == []
     assert protocol_document(None, paper) is None
+
+
+def test_another_block_and_fewer_prompts_than_the_papers_are_departures(tiny, tmp_path):
+    """A drafter of block 8 cut to 7, on three rows of mt-bench's 80 and on a set of our own."""
+    torch.manual_seed(0)
+    drafter = DSparkDrafter(replace(read_config(tiny.draft), block_size=8))
+    save_drafter(tmp_path / "eight", drafter)
+    asked = options(
+        tiny, protocol="dspark-paper", temperature=1.0, draft_length=7, turns=1, n_prompts=None,
+        suites=("mt-bench", str(tiny.prompts)),
+    )  # fmt: skip
+    document = run_eval(replace(asked, draft=tmp_path / "eight"))
+    said = [
+        f"protocol dspark-paper: {tmp_path / 'eight'} was trained with block 8, 7 there",
+        "protocol dspark-paper: mt-bench has 3 prompts here, 80 there",
+        "protocol dspark-paper: prompts is none of the paper's sets",
+    ]
+    assert document["protocol"]["departures"][-3:] == said
+    assert set(said) <= set(document["warnings"])
+    exact = Measured({"seven": 7}, {"mt-bench": 80, "gsm8k": 500})
+    quiet = replace(asked, max_new_tokens=2048, dtype="bfloat16")
+    assert list(departures("dspark-paper", quiet, exact)) == []
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
 
 
 def command(pair: TinyPair, name: str, prompts: str, *options: str) -> int:
-    words = (name, "--draft", str(pair.draft), "--target", str(pair.target))
-    words += (prompts, str(pair.prompts), "--max-new-tokens", "8", *options)
+    words = [name, "--draft", str(pair.draft), "--target", str(pair.target)]
+    words += [prompts, str(pair.prompts), "--max-new-tokens", "8", *options]
     return console.run(cli.app, words)
 
 

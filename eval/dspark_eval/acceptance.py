@@ -15,6 +15,7 @@ from dspark.draft.calibration import NOT_CALIBRATED
 from dspark.files import atomic_write_json, prepare_folder
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
+from dspark_eval.busy import say_if_busy
 from dspark_eval.concurrency import check_concurrency
 from dspark_eval.confidence import confidence_report as confidence_report
 from dspark_eval.costs import Costs, find_costs
@@ -22,7 +23,7 @@ from dspark_eval.document import SCHEMA_VERSION
 from dspark_eval.drafting import Drafted
 from dspark_eval.grading import exact_answers as exact_answers
 from dspark_eval.pair import Pair, load_pair
-from dspark_eval.protocols import departures, protocol_document
+from dspark_eval.protocols import Measured, departures, protocol_document
 from dspark_eval.report import print_eval, progress
 from dspark_eval.settings import EvalOptions
 from dspark_eval.suite_report import SuiteRun, eval_suite
@@ -47,6 +48,8 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
     pair = load_pair(options)
     if options.out is not None:
         prepare_folder(options.out)
+    if options.concurrency or options.profile:
+        say_if_busy()
     document = eval_pair(pair, suites, options)
     if options.out is not None:
         from dspark_eval.plots import plot_eval
@@ -69,6 +72,9 @@ def eval_pair(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> dict
         with progress(f"eval {suite.name}", len(suite.rows), options.quiet) as advance:
             run = SuiteRun(pair, suite, drafted, options, cost, tests=2 * len(suites))
             results[suite.name] = eval_suite(run, advance)
+    measured = Measured(
+        {pair.drafter_name: pair.drafter.config.block_size}, {s.name: len(s.rows) for s in suites}
+    )
     few = [f"{s.name}: {w}" for s in suites for w in metrics.sample_size_warnings(len(s.rows))]
     return {
         "schema_version": SCHEMA_VERSION,
@@ -79,10 +85,10 @@ def eval_pair(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> dict
         "policy": drafted.policy.name,
         "verification": drafted.method,
         "seed": options.seed,
-        "protocol": protocol_document(options.protocol, options),
+        "protocol": protocol_document(options.protocol, options, measured),
         "suites": results,
         "warnings": [
-            *departures(options.protocol, options),
+            *departures(options.protocol, options, measured),
             *pair.warnings,
             *(costs.warnings if costs is not None else ()),
             *_confidence_warnings(pair, sampling),

@@ -22,6 +22,7 @@ from dspark.runtime.k3_target import K3Target
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.target import Target
 from dspark_eval import metrics, outcomes, step_times
+from dspark_eval.busy import say_if_busy
 from dspark_eval.costs import Costs, find_costs
 from dspark_eval.document import run_document
 from dspark_eval.drafting import Drafted
@@ -61,6 +62,7 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
     for file in (options.json, options.plot):
         if file is not None:
             prepare_folder(file.parent)
+    say_if_busy()
     document = bench_pair(pair, suite, options)
     if options.json is not None:
         atomic_write_json(options.json, document)

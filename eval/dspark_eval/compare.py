@@ -32,14 +32,22 @@ from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.target import Target
 from dspark_eval import metrics
 from dspark_eval.asked import Decoding
+from dspark_eval.busy import say_if_busy
 from dspark_eval.compare_figures import held_against_the_law, summaries
 from dspark_eval.compare_table import markdown, print_comparison
-from dspark_eval.contenders import PLAIN, Contender, chat_of, open_contender, own_warnings
+from dspark_eval.contenders import (
+    BLOCK_KINDS,
+    PLAIN,
+    Contender,
+    chat_of,
+    open_contender,
+    own_warnings,
+)
 from dspark_eval.environment import describe_environment
 from dspark_eval.fidelity import fidelity_warnings
 from dspark_eval.long_context import prompts_in_context
 from dspark_eval.pair import check_max_new_tokens
-from dspark_eval.protocols import departures, protocol_document
+from dspark_eval.protocols import Measured, departures, protocol_document
 from dspark_eval.report import progress
 from dspark_eval.speed import Decode, hash_tokens
 from dspark_eval.suites import Suite, load_all_suites
@@ -110,6 +118,7 @@ def run_compare(options: CompareOptions) -> dict[str, Any]:
     loaded = load_all(options)
     if options.out is not None:
         prepare_folder(options.out)
+    say_if_busy()
     document = compare_all(loaded, options)
     if options.out is not None:
         atomic_write_json(options.out / COMPARE_FILE, document)
@@ -180,6 +189,10 @@ def compare_all(loaded: Compared, options: CompareOptions) -> dict[str, Any]:
             "prompts_sha256": hash_tokens(prompts),
             "contenders": entries,
         }
+    measured = Measured(
+        {c.name: c.block_size for c in loaded.contenders if c.kind in BLOCK_KINDS},
+        {suite: len(prompts) for suite, prompts in loaded.prompts.items()},
+    )
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": "comparison",
@@ -192,10 +205,10 @@ def compare_all(loaded: Compared, options: CompareOptions) -> dict[str, Any]:
         "draft_length": options.draft_length,
         "verification": options.verification,
         "seed": options.seed,
-        "protocol": protocol_document(options.protocol, options),
+        "protocol": protocol_document(options.protocol, options, measured),
         "contenders": [contender.facts() for contender in loaded.contenders],
         "suites": results,
-        "warnings": [*alarms, *departures(options.protocol, options), *loaded.warnings],
+        "warnings": [*alarms, *departures(options.protocol, options, measured), *loaded.warnings],
         "environment": describe_environment(loaded.target.device, loaded.target.dtype),
     }
 

@@ -39,6 +39,8 @@ from dspark_eval.baselines.lookup import PromptLookup
 from dspark_eval.speed import Decode
 
 PLAIN, LOOKUP, MODEL = "plain", "lookup", "model:"
+BLOCK_KINDS = ("dspark", "dflash")
+"""Trained for blocks of one size."""
 LONGEST = 7
 """Tokens of a proposal for those that were trained for no block, unless a draft length is given."""
 

@@ -9,10 +9,12 @@ value beside it; what only makes a run larger or smaller can, and is stated with
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dspark.errors import UserError
+from dspark.wording import counted
+from dspark_eval.public_sets import PUBLIC_SETS
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,20 @@ def check_protocol(name: str | None, options: Any) -> None:
             )
 
 
-def departures(name: str | None, options: Any) -> Iterator[str]:
-    """Where a run differs from its protocol in what may differ, one sentence each."""
+@dataclass(frozen=True)
+class Measured:
+    """What a run had before it. blocks: trained block size by drafter; rows: prompts by set."""
+
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    rows: Mapping[str, int] = field(default_factory=dict)
+
+
+def departures(name: str | None, options: Any, measured: Measured | None = None) -> Iterator[str]:
+    """Where a run differs from its protocol in what may differ, one sentence each.
+
+    A drafter trained for another block and cut to the protocol's is one that the paper did not
+    measure, and so is a set of fewer prompts than its own.
+    """
     if name is None:
         return
     protocol = find_protocol(name)
@@ -92,9 +106,21 @@ def departures(name: str | None, options: Any) -> Iterator[str]:
             yield f"protocol {name}: {key} is {value} here, {usual} there"
     if options.dtype != protocol.dtype:
         yield f"protocol {name}: dtype is {options.dtype} here, {protocol.dtype} there"
+    measured, block = measured or Measured(), protocol.fixed["draft_length"]
+    for drafter, trained in measured.blocks.items():
+        if trained != block:
+            yield f"protocol {name}: {drafter} was trained with block {trained}, {block} there"
+    for suite, rows in measured.rows.items():
+        if suite in PUBLIC_SETS and rows != PUBLIC_SETS[suite].size:
+            size = PUBLIC_SETS[suite].size
+            yield f"protocol {name}: {suite} has {counted(rows, 'prompt')} here, {size} there"
+        elif suite not in PUBLIC_SETS:
+            yield f"protocol {name}: {suite} is none of the paper's sets"
 
 
-def protocol_document(name: str | None, options: Any) -> dict[str, Any] | None:
+def protocol_document(
+    name: str | None, options: Any, measured: Measured | None = None
+) -> dict[str, Any] | None:
     """For JSON, beside the numbers."""
     if name is None:
         return None
@@ -104,5 +130,5 @@ def protocol_document(name: str | None, options: Any) -> dict[str, Any] | None:
         "source": protocol.source,
         "fixed": dict(protocol.fixed),
         "counts": protocol.counts,
-        "departures": list(departures(name, options)),
+        "departures": list(departures(name, options, measured)),
     }
