@@ -18,6 +18,7 @@ from dspark.runtime.k3_target import K3Target
 from dspark_eval import decode_speed, frame_speed
 from dspark_eval.device_profile import _union
 from dspark_eval.random_k3 import SHAPES, TINY, random_model
+from dspark_eval.reporting import run_report
 from dspark_eval.same_weights import peer_model
 from tests.k3_tiny import TINY as K3_TINY
 from tests.k3_tiny import tiny_model
@@ -68,6 +69,9 @@ def test_decode_speed_runs(tmp_path: Path) -> None:
     assert found["ops"]["settle"] == "torch"
     assert (found["schema_version"], found["n_prompts"], found["seed"]) == (1, 1, 0)
     made = found["generate"]
+    run_report([out], tmp_path / "page")
+    page = (tmp_path / "page" / "report.md").read_text()
+    assert f"| generate | {found['generate_tokens_per_s']:.1f} |" in page
     assert found["generate_tokens_per_s"] == pytest.approx(made["tokens"] / made["seconds"])
 
 

@@ -14,6 +14,7 @@ from dspark_eval import frame_policies
 from dspark_eval.environment import busy_warnings
 from dspark_eval.frame_document import few_warnings
 from dspark_eval.frame_runs import Run, divergences
+from dspark_eval.reporting import run_report
 from tests.test_decode_speed import nano_drafter  # noqa: F401  a fixture
 
 
@@ -71,6 +72,17 @@ def test_its_figures_follow_from_the_counts_in_the_file(
     assert "n=3: fixed 4" in told
     assert "(n=3)" in told, "prompts whose experts were counted"
     assert "few prompts (3): below 30" in warned
+    page = reported(out)
+    low, high = fixed["speedup_ci95"]
+    assert f"{fixed['speedup']:.2f}x [{low:.2f}, {high:.2f}]" in page
+    assert "few prompts (3): below 30" in page
+    assert "nano-problems, fixed 4, batch 1, T = 1" in page, "the headline's row"
+
+
+def reported(measured: Path) -> str:
+    """What `dspark report` makes of a file, as Markdown."""
+    run_report([measured], measured.parent / "page")
+    return (measured.parent / "page" / "report.md").read_text()
 
 
 def resampled(ways: list[dict[str, list[float]]]) -> list[float]:

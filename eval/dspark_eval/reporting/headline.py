@@ -13,6 +13,7 @@ from dspark.wording import counted
 from dspark_eval.cells import NOT_MEASURED, interval, number, percent
 from dspark_eval.reporting.acceptance import verdict
 from dspark_eval.reporting.blocks import Block, Prose, Section, notes, table
+from dspark_eval.reporting.frames import speculative
 from dspark_eval.reporting.sources import Found
 from dspark_eval.reporting.words import name, names
 
@@ -20,7 +21,7 @@ HEADS = (
     "drafter, prompt set, temperature T", "speed-up", "accepted length", "accepted drafts",
     "prompts", "same as plain", "calibration error (perfect)",
 )  # fmt: skip
-TIMED = ("bench", "frames", "comparison", "eval")
+TIMED = ("bench", "frames", "frames by rule", "decoding floor", "comparison", "eval")
 Document = Mapping[str, Any]
 
 
@@ -89,6 +90,9 @@ def _rows(item: Found, errors: Mapping[tuple[str, float], str]) -> Iterator[Sequ
             if suite.get("texts_equal") is not None:
                 same = f"{suite['texts_equal']} of {suite['n_prompts']} texts"
             yield _row(value, prompts, suite, value["temperature"], same, errors)
+    elif item.kind.name == "frames by rule":
+        for prompts, temperature, figures, same in speculative(value):
+            yield _row(value, prompts, figures, temperature, same, errors)
     elif item.kind.name == "comparison":
         for prompts, suite in value["suites"].items():
             short = names([entry["name"] for entry in suite["contenders"]])

@@ -18,14 +18,14 @@ from typing import Any
 from dspark.errors import UserError
 from dspark.files import read_json
 from dspark.runtime.cost_model import is_cost_model
-from dspark_eval.reporting import acceptance, comparison, confidence, cost, speed, training
+from dspark_eval.reporting import acceptance, comparison, confidence, cost, frames, speed, training
 from dspark_eval.reporting.blocks import Section
 from dspark_eval.study.runs import STUDY_FILE
 
 EXPECTED = (
     "expected a study, or the JSON of eval, bench, calibrate (reliability.json), distill "
     "(training.json), a cost model, a comparison, a pruning curve (curve.json), policies, "
-    "frames, real text or a report"
+    "frames, decode_speed, real text or a report"
 )
 REPORT_KIND = "dspark report"
 
@@ -100,6 +100,8 @@ STUDY = Kind(
 KINDS = (
     Kind("bench", _has("speedup", "extra"), speed.bench),
     Kind("frames", _has("plain_frames", "frames", "suites"), speed.frames),
+    Kind("frames by rule", _has("runs", "skipped", "schema_version"), frames.by_rule),
+    Kind("decoding floor", _has("frame_share", "generate_share", "schema_version"), frames.floor),
     Kind("eval", _has("suites", "draft_length", "drafter"), acceptance.evaluation),
     Kind("comparison", _is("comparison"), comparison.comparison),
     Kind("ordering", _is("table1"), comparison.ordering, newest=2, whole=True),

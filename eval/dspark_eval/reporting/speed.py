@@ -186,6 +186,7 @@ def frames(source: str, value: Any) -> Section:
     drawn = partial(panel, partial(draw_positions, curves=curves), title=where)
     caption = "Chance that a draft is accepted once all before it were, by its position."
     blocks.append(Picture("acceptance", caption, positions_alt(curves), drawn))
+    blocks += notes(value.get("warnings", ()))
     return Section(f"Recorded frames: {name(value['target'])}", tuple(blocks), source)
 
 
