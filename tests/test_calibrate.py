@@ -190,6 +190,7 @@ def test_without_step_times_nothing_is_fitted_and_that_is_said(
     document = run_calibrate(options(replace(pair, draft=tmp_path / "draft")))
     assert [report["stops"] for report in document["settings"]] == [None, None]
     assert any("give --profile" in line for line in document["warnings"])
+    assert any("few prompts (" in line for line in document["warnings"])
 
 
 def test_eval_reports_the_calibrated_confidence(calibrated: Any) -> None:

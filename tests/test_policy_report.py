@@ -60,6 +60,7 @@ def test_every_policy_is_a_row_of_every_set(written: Path) -> None:
 
 def test_page_picture_and_step_times_lie_beside_it(written: Path) -> None:
     text = (written / "policies.md").read_text()
+    assert "Warning: nano-mix: few prompts (2)" in text
     for part in ("# Draft-length policies", "## nano-mix", "## Targets", "| fixed 1 |",
                  "speculation pays above", "not calibrated", "threshold-sweep.png"):  # fmt: skip
         assert part in text

@@ -31,6 +31,7 @@ from dspark.runtime.records import RoundRecord
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval.costs import Costs, find_costs
 from dspark_eval.environment import describe_environment
+from dspark_eval.intervals import sample_size_warnings
 from dspark_eval.pair import Pair, load_pair
 from dspark_eval.report import print_calibration, progress
 from dspark_eval.settings import CalibrateOptions
@@ -94,6 +95,7 @@ def run_calibrate(options: CalibrateOptions) -> dict[str, Any]:
         "warnings": [
             *pair.warnings,
             *(costs.warnings if costs is not None else [NO_STOPS]),
+            *sample_size_warnings(len(prompts)),
             *(note for suite in suites for note in suite.notes),
         ],
     }

@@ -24,6 +24,7 @@ from dspark_eval.costs import find_costs
 from dspark_eval.drafting import Drafted
 from dspark_eval.environment import describe_environment
 from dspark_eval.grading import confidence_warnings
+from dspark_eval.intervals import sample_size_warnings
 from dspark_eval.pair import Pair, load_pair
 from dspark_eval.policies.arms import Arm, careful_arm, make_arms
 from dspark_eval.policies.block import compare_methods
@@ -95,7 +96,11 @@ def run_report(options: ReportOptions) -> Path:
         "block_verification": compare_methods(pair, sets[0], options),
         "mix": MIX,
         "environment": describe_environment(pair.target.device, pair.target.dtype),
-        "warnings": [*pair.warnings, *_calibration_warnings(pair, arms, sampling)],
+        "warnings": [
+            *pair.warnings,
+            *_calibration_warnings(pair, arms, sampling),
+            *(f"{s.name}: {text}" for s in sets for text in sample_size_warnings(len(s.rows))),
+        ],
     }
     atomic_write_json(options.out / "policies.json", document)
     plot_sweeps(document, options.out / "threshold-sweep.png")
