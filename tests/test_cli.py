@@ -60,8 +60,8 @@ def caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
     (tmp_path / "training.json").write_text('[{"step": 1}, {"step": 2}]')
     monkeypatch.setattr(dspark.distill.run, "run_distill", take("distill", tmp_path))
-    monkeypatch.setattr(dspark_eval.acceptance, "run_eval", take("eval", {"suites": []}))
-    monkeypatch.setattr(dspark_eval.bench, "run_bench", take("bench", {"speedup": 2.0}))
+    monkeypatch.setattr(dspark_eval.acceptance, "run_eval", take("eval", {"suites": {}}))
+    monkeypatch.setattr(dspark_eval.bench, "run_bench", take("bench", {"speedup": 2.0, "runs": []}))
     monkeypatch.setattr(dspark_eval.calibrate, "run_calibrate", take("calibrate", {"settings": []}))
     return seen
 
@@ -231,11 +231,11 @@ def test_every_option_of_eval_arrives(run: Run, caught: dict[str, Any]) -> None:
         "--draft-length 5 --temperature 0.5 --top-p 0.9 --top-k 4 --seed 7 --threads 1 "
         "--policy auto --bands --high 0.8 --low 0.2 --siblings 1 --verification block "
         "--cost-model c.json --profile "
-        "--suite-dir . --turns 2 --plain 4 --no-check --run-code --concurrency 1 4 "
+        "--suite-dir . --turns 2 --plain 4 --no-check --run-code --concurrency 1 4 --rounds r.jsonl "
         "--device cuda --dtype bfloat16 --out o --json"
     )
     code, out, _ = run("eval", *args.split())
-    assert (code, json.loads(out)) == (0, {"suites": []})
+    assert (code, json.loads(out)) == (0, {"suites": {}})
     options = caught["eval"]
     assert options.suites == ("a", "b", "c.jsonl")
     for field in dataclasses.fields(options):
@@ -291,7 +291,7 @@ def test_distill_alone_takes_every_default(run: Run, caught: dict[str, Any]) -> 
 
 def test_bench_json_to_stdout_is_only_json(run: Run, caught: dict[str, Any]) -> None:
     code, out, _ = run("bench", "--draft", "d", "--json", "-")
-    assert (code, json.loads(out)) == (0, {"speedup": 2.0})
+    assert (code, json.loads(out)) == (0, {"speedup": 2.0, "runs": []})
     assert caught["bench"].quiet
     assert caught["bench"].json is None
 

@@ -66,6 +66,10 @@ RunCode = Annotated[
 Concurrency = Annotated[
     list[int], typer.Option(help="Batch sizes at which plain and speculative decoding are timed.")
 ]
+Rounds = Annotated[
+    Path | None,
+    typer.Option(help="JSONL file for every round: counts, level, confidence, entropy, seconds."),
+]
 Compare = Annotated[
     list[str] | None,
     typer.Option(
@@ -115,6 +119,7 @@ def evaluate(
     check: CheckTexts = True,
     run_code: RunCode = False,
     concurrency: Concurrency = [],  # noqa: B006 - typer reads it, nobody changes it
+    rounds: Rounds = None,
     compare: Compare = None,
     as_json: PrintJson = False,
 ) -> None:
@@ -164,6 +169,7 @@ def evaluate(
         check_texts=check,
         run_code=run_code,
         concurrency=tuple(concurrency),
+        rounds=rounds,
         **settings,
     )
     from dspark_eval.acceptance import run_eval

@@ -13,7 +13,7 @@ from dspark.errors import UserError
 
 OF_ONE = (
     "draft", "policy", "bands", "high", "low", "siblings", "relaxed", "cost_model", "profile",
-    "turns", "plain", "check", "run_code", "concurrency",
+    "turns", "plain", "check", "run_code", "concurrency", "rounds",
 )  # fmt: skip
 """Options that mean something for one drafter alone."""
 SHARED = (

@@ -25,6 +25,7 @@ from dspark_eval.grading import exact_answers as exact_answers
 from dspark_eval.pair import Pair, load_pair
 from dspark_eval.protocols import Measured, departures, protocol_document
 from dspark_eval.report import print_eval, progress
+from dspark_eval.rounds_file import RoundsFile
 from dspark_eval.settings import EvalOptions
 from dspark_eval.suite_report import SuiteRun, eval_suite
 from dspark_eval.suites import Suite, load_all_suites
@@ -36,7 +37,8 @@ SANE = 0.5
 
 
 def run_eval(options: EvalOptions) -> dict[str, Any]:
-    """Evaluate each prompt set; print, and write eval.json and acceptance.png into `out`.
+    """Evaluate each prompt set; print, and write eval.json and acceptance.png into `out`, and where
+    asked for every round (`rounds_file`).
 
     Raises `UserError` for what `load_suites` and `load_pair` refuse.
     """
@@ -48,9 +50,14 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
     pair = load_pair(options)
     if options.out is not None:
         prepare_folder(options.out)
+    if options.rounds is not None:
+        prepare_folder(options.rounds.parent)
     if options.concurrency or options.profile:
         say_if_busy()
-    document = eval_pair(pair, suites, options)
+    rounds = None if options.rounds is None else RoundsFile()
+    document = eval_pair(pair, suites, options, rounds)
+    if options.rounds is not None and rounds is not None:
+        rounds.write(options.rounds)
     if options.out is not None:
         from dspark_eval.plots import plot_eval
 
@@ -61,8 +68,11 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
     return document
 
 
-def eval_pair(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> dict[str, Any]:
-    """The JSON document for a pair that is loaded already: the setting, then each set by name."""
+def eval_pair(
+    pair: Pair, suites: Sequence[Suite], options: EvalOptions, rounds: RoundsFile | None = None
+) -> dict[str, Any]:
+    """The JSON document for a pair that is loaded already: the setting, then each set by name.
+    `rounds` takes every round."""
     sampling = options.sampling()
     costs = _costs(pair, suites, options)
     cost = None if costs is None else costs.model
@@ -70,7 +80,7 @@ def eval_pair(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> dict
     results = {}
     for suite in suites:
         with progress(f"eval {suite.name}", len(suite.rows), options.quiet) as advance:
-            run = SuiteRun(pair, suite, drafted, options, cost, tests=2 * len(suites))
+            run = SuiteRun(pair, suite, drafted, options, cost, 2 * len(suites), rounds)
             results[suite.name] = eval_suite(run, advance)
     measured = Measured(
         {pair.drafter_name: pair.drafter.config.block_size}, {s.name: len(s.rows) for s in suites}

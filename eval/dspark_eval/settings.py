@@ -60,7 +60,7 @@ class EvalOptions(Drafting):
     acceptance.png, None = print only. suite_dir: files of public sets. protocol: see `protocols`.
     turns: of a conversation, None = all. plain: conversations of each set that plain decoding
     answers too. check_texts: hold every text against the target. run_code: run model-written code.
-    concurrency: batch sizes at which both ways of decoding are timed.
+    concurrency: batch sizes at which both ways of decoding are timed. rounds: file of every round.
     """
 
     suites: tuple[str, ...] = ("nano",)
@@ -74,6 +74,7 @@ class EvalOptions(Drafting):
     check_texts: bool = True
     run_code: bool = False
     concurrency: tuple[int, ...] = ()
+    rounds: Path | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -91,6 +92,7 @@ class EvalOptions(Drafting):
         self.sampling()
         if self.out is not None:
             check_folder("--out", self.out)
+        check_file("--rounds", self.rounds)
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters of the run."""

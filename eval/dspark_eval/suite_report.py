@@ -20,6 +20,7 @@ from dspark_eval.lengths import long_contexts, require_proposals
 from dspark_eval.lengths_by_entropy import lengths_by_entropy
 from dspark_eval.mismatches import find_mismatches
 from dspark_eval.pair import Pair
+from dspark_eval.rounds_file import RoundsFile
 from dspark_eval.samples import Answered, samples
 from dspark_eval.settings import EvalOptions
 from dspark_eval.speed import PromptTimings, hash_tokens, summarize
@@ -29,7 +30,8 @@ from dspark_eval.verdicts import mismatch_warnings
 
 @dataclass(frozen=True)
 class SuiteRun:
-    """What is evaluated: a pair on one set, and how. tests: of losslessness, in the whole run."""
+    """What is evaluated: a pair on one set, and how. tests: of losslessness, in the whole run.
+    rounds: takes every round, where they are asked for."""
 
     pair: Pair
     suite: Suite
@@ -37,6 +39,7 @@ class SuiteRun:
     options: EvalOptions
     cost: CostModel | None = None
     tests: int = 2
+    rounds: RoundsFile | None = None
 
 
 def eval_suite(run: SuiteRun, advance: Callable[[], None]) -> dict[str, Any]:
@@ -44,6 +47,8 @@ def eval_suite(run: SuiteRun, advance: Callable[[], None]) -> dict[str, Any]:
     pair, options, sampling = run.pair, run.options, run.options.sampling()
     prompts = pair.prompt_ids(run.suite)
     held = _hold(run, prompts, run.drafted, advance)
+    if run.rounds is not None:
+        run.rounds.add(run.suite, held)
     timings = [conversation.timings for conversation in held]
     require_proposals(timings, pair.drafter_name)
     turns = [turn for conversation in held for turn in conversation.turns]
@@ -78,7 +83,8 @@ def eval_suite(run: SuiteRun, advance: Callable[[], None]) -> dict[str, Any]:
             *grades.notes,
             *fidelity.fidelity_warnings(lossless),
             *mismatch_warnings(
-                plain and plain["mismatches"], lossy=run.drafted.relaxed is not None
+                None if plain is None else plain["mismatches"],
+                lossy=run.drafted.relaxed is not None,
             ),
         ],
         "finished_share": sum(answer.finish == "end" for answer in answers) / len(answers),

@@ -1,0 +1,93 @@
+"""`dspark eval --rounds`: the figures of eval.json come out of the lines again."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dspark import cli, console
+from dspark.errors import UserError
+from dspark_eval import acceptance
+from dspark_eval.acceptance import run_eval
+from dspark_eval.settings import EvalOptions
+from tests.tiny_pair import TinyPair, write_pair
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> TinyPair:
+    made = write_pair(tmp_path_factory.mktemp("pair"))
+    chats = [{"turns": ["Let me think.", "Go on."], "id": "a"}, {"prompt": "Why?", "id": "b"}]
+    lines = "".join(json.dumps(row) + "\n" for row in chats)
+    made.prompts.with_name("chats.jsonl").write_text(lines, encoding="utf-8")
+    return made
+
+
+def options(pair: TinyPair, rounds: Path) -> EvalOptions:
+    return EvalOptions(
+        draft=pair.draft,
+        target=pair.target,
+        suites=(str(pair.prompts), str(pair.prompts.with_name("chats.jsonl"))),
+        temperature=1.0,
+        max_new_tokens=12,
+        rounds=rounds,
+        quiet=True,
+    )
+
+
+def test_figures_come_out_of_the_lines_again(pair: TinyPair, tmp_path: Path) -> None:
+    """By the formulas alone: survival, accepted length, draft share, and rounds of each prompt."""
+    document = run_eval(options(pair, tmp_path / "new" / "rounds.jsonl"))
+    text = (tmp_path / "new" / "rounds.jsonl").read_text(encoding="utf-8")
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in text.splitlines():
+        entry = json.loads(line)
+        found[entry["suite"]].append(entry)
+    assert list(found) == list(document["suites"]) == ["prompts", "chats"]
+    for name, rounds in found.items():
+        suite = document["suites"][name]
+        assert len(rounds) == suite["n_rounds"]
+        emitted = sum(r["emitted"] for r in rounds)
+        assert emitted / len(rounds) == pytest.approx(suite["accepted_length"], rel=1e-12)
+        longest = max(r["verified"] for r in rounds)
+        survival = [
+            sum(r["accepted"] >= j for r in rounds) / sum(r["verified"] >= j for r in rounds)
+            for j in range(1, longest + 1)
+        ]
+        assert survival == pytest.approx(suite["prefix_survival"])
+        seconds = sum(r["draft_s"] + r["verify_s"] + r["other_s"] for r in rounds)
+        share = sum(r["draft_s"] for r in rounds) / seconds
+        assert share == pytest.approx(suite["draft_share"])
+        by_prompt = [sum(r["prompt"] == i for r in rounds) for i in range(suite["n_prompts"])]
+        assert by_prompt == suite["rounds"]
+        assert all(len(r["confidence"]) == len(r["entropy"]) == r["drafted"] for r in rounds)
+    assert {(r["id"], r["turn"]) for r in found["chats"]} <= {("a", 0), ("a", 1), ("b", 0)}
+    assert {r["id"] for r in found["prompts"]} == {None}
+    first = [r["round"] for r in found["chats"] if (r["prompt"], r["turn"]) == (0, 0)]
+    assert first == list(range(len(first)))
+
+
+def test_a_place_that_cannot_be_written_is_refused_first(
+    pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match=r"--rounds .*: expected a file; this is a folder"):
+        options(pair, tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--rounds: .*file is a file; a folder is needed there"):
+        options(pair, tmp_path / "file" / "rounds.jsonl")
+    asked = options(pair, tmp_path / "closed" / "rounds.jsonl")
+    monkeypatch.setattr(acceptance, "eval_pair", lambda *a: pytest.fail("something is measured"))
+    monkeypatch.setattr("os.access", lambda path, mode: "closed" not in str(path))
+    with pytest.raises(UserError, match="closed: cannot be written"):
+        run_eval(asked)
+
+
+def test_rounds_are_of_one_drafter(
+    pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["eval", "--compare", "lookup", str(pair.draft), "--rounds", str(tmp_path / "r.jsonl")]
+    assert console.run(cli.app, words) == 2
+    assert "--rounds: means something for one drafter alone" in capsys.readouterr().err
