@@ -1,24 +1,28 @@
-"""A long prompt says how far it is: to a terminal that has waited, and to nobody else."""
+"""A long prompt says how far it is, to a terminal that has waited, and that it is too long."""
 
 from __future__ import annotations
 
+import json
 import time
 from functools import partial
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from dspark import cli, console
 from dspark.reading import WORDS, reading_bar, shown_in
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.plain import plain_generate
-from dspark.runtime.prefill import say_read, watch_reading
+from dspark.runtime.prefill import say_read, too_long_note, watch_reading
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval.fidelity import logits_of_answer
 from dspark_eval.report import progress
 from tests.k3_tiny import TINY, tiny_model
+from tests.tiny_pair import write_pair
 
 PROMPT = [3, 4, 5, 6, 7]
 
@@ -113,3 +117,35 @@ def test_what_tests_and_pipes_have_for_stderr_gets_nothing(
         say_read(2, 2)
         advance()
     assert capsys.readouterr().err == ""
+
+
+# ------------------------------------------------------------------ longer than the target reads
+
+
+def test_a_text_beyond_the_targets_positions_is_one_sentence(target: K3Target) -> None:
+    assert too_long_note(target, target.max_positions) is None
+    said = too_long_note(target, target.max_positions + 1)
+    assert said is not None
+    assert f"beyond the {target.max_positions:,} that target tiny" in said
+
+
+def test_generate_and_eval_say_it_beside_what_they_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = write_pair(tmp_path)
+    config = pair.target / "config.json"
+    known = json.loads(config.read_text())
+    held = known.get("text_config", known)
+    held["max_position_embeddings"] = 8
+    config.write_text(json.dumps(known))
+    words = ["--target", str(pair.target), "--max-new-tokens", "4", "--json"]
+    assert console.run(cli.app, ["generate", "one two three", "--plain", *words]) == 0
+    document = json.loads(capsys.readouterr().out)
+    tokens = document["prompt_tokens"] + 4
+    assert tokens > 8
+    (said,) = document["warnings"]
+    assert said.startswith(f"{tokens} tokens of prompt and answer are beyond the 8 that target")
+    where = ["--draft", str(pair.draft), "--suite", str(pair.prompts)]
+    assert console.run(cli.app, ["eval", *where, *words]) == 0
+    warnings = json.loads(capsys.readouterr().out)["warnings"]
+    assert sum("are beyond the 8 that target" in text for text in warnings) == 1

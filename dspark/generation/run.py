@@ -38,6 +38,7 @@ from dspark.runtime.loading import load_target
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.policies.choose import make_policy
 from dspark.runtime.policies.frontier import Policy
+from dspark.runtime.prefill import too_long_note
 from dspark.runtime.records import Emitted, Generation
 from dspark.runtime.requests import RoundCallback
 from dspark.runtime.stops import StopStrings
@@ -78,7 +79,9 @@ def run_generate(options: GenerateOptions, remarks: Sequence[str] = ()) -> dict[
     screen = _screen(options)
     stop = StopStrings(stops, loaded.tokenizer)
     reader = Reader(stop.start(min_new_tokens=options.min_new_tokens), ends, screen.show)
-    unsaid = [f"note: {remark}" for remark in (*remarks, *loaded.warnings)]
+    beyond = too_long_note(loaded.target, len(ids) + options.max_new_tokens)
+    warnings = [*loaded.warnings, *([beyond] if beyond else [])]
+    unsaid = [f"note: {remark}" for remark in (*remarks, *warnings)]
 
     def read(emitted: Sequence[Emitted]) -> None:
         while unsaid:
@@ -97,7 +100,10 @@ def run_generate(options: GenerateOptions, remarks: Sequence[str] = ()) -> dict[
                 show(notes, part)
     if isinstance(screen, Marked) and options.svg is not None:
         screen.picture(options.svg, options.command(), account.parts() if options.stats else ())
-    document = _document(options, loaded, prompt, ids, reader, account)
+    document = {
+        **_document(options, loaded, prompt, ids, reader, account),
+        "warnings": warnings,
+    }
     if options.json:
         sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
     return document
@@ -212,7 +218,6 @@ def _document(
         "stop": reader.found,
         **account.document(),
         "emitted": [_emitted(piece) for piece in reader.pieces],
-        "warnings": list(loaded.warnings),
     }
 
 

@@ -71,6 +71,17 @@ def check_request(target: Target, prompt_ids: Sequence[int], max_new_tokens: int
         )
 
 
+def too_long_note(target: Target, tokens: int) -> str | None:
+    """A sentence for a text of more tokens than the target claims to read: it is read all the same,
+    since some targets have no positions at all, but what comes may make no sense."""
+    if tokens <= target.max_positions:
+        return None
+    return (
+        f"{tokens:,} tokens of prompt and answer are beyond the {target.max_positions:,} that "
+        f"target {target.name} claims to read: what it says there may make no sense"
+    )
+
+
 def end_ids(target: Target, end_token_ids: Collection[int] | None) -> frozenset[int]:
     """The ids that end a text: the target's own unless given; an empty collection never ends."""
     return frozenset(target.end_token_ids if end_token_ids is None else end_token_ids)

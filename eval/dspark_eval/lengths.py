@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dspark.errors import UserError
+from dspark.runtime.prefill import too_long_note
 from dspark.wording import counted
 from dspark_eval import profiles
 from dspark_eval.pair import Pair
@@ -28,7 +29,21 @@ def require_proposals(timings: Sequence[PromptTimings], drafter: str) -> None:
 
 
 def long_contexts(pair: Pair, timings: Sequence[PromptTimings]) -> list[str]:
-    """A sentence if some rounds stood beyond the drafter's training length, with both figures."""
+    """A sentence if some texts are beyond what the target claims to read, and one if some rounds
+    stood beyond the drafter's training length, with both figures."""
+    longest = max(
+        (
+            length + len(answer.tokens)
+            for timing in timings
+            for length, answer in zip(timing.prompt_lengths, timing.speculative, strict=True)
+        ),
+        default=0,
+    )
+    beyond = too_long_note(pair.target, longest)
+    return [*([beyond] if beyond else []), *_beyond_training(pair, timings)]
+
+
+def _beyond_training(pair: Pair, timings: Sequence[PromptTimings]) -> list[str]:
     trained_on = pair.drafter.config.target
     limit = trained_on.row_length if trained_on else None
     if limit is None:
