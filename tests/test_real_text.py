@@ -180,6 +180,9 @@ def test_two_drafters_are_compared_on_the_same_prompts() -> None:
     assert looped["all"]["ratio"] > 1.0
     with pytest.raises(UserError, match="other prompts"):
         compare([cell([1], [1], 0.0)], reference)
+    marked = [{**reference[0], "prompts_sha256": digest} for digest in "ab"]
+    with pytest.raises(UserError, match="other prompts"):
+        compare(marked[:1], marked[1:])
 
 
 def test_a_prompt_asked_at_two_temperatures_counts_as_one_prompt() -> None:

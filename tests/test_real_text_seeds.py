@@ -18,7 +18,7 @@ from dspark_eval.real_text.comparing import compare, compare_seeds, seeds_table
 from dspark_eval.real_text.repeats import repeats
 from dspark_eval.real_text.runs import Run, find_run, reference_of, waits_for
 from dspark_eval.real_text.schedule import Job, Study
-from dspark_eval.real_text.speed import _figures, in_turn, speeds_table
+from dspark_eval.real_text.speed import _figures, from_the, in_turn, plain_beside, speeds_table
 from dspark_eval.real_text.states import StatesOnce
 from dspark_eval.real_text.table import earlier
 from tests.test_real_text import _llama, _write
@@ -176,6 +176,15 @@ def test_earlier_results_bring_their_runs_of_the_same_recipes() -> None:
 
 def test_prompts_of_all_sets_are_timed_in_turn() -> None:
     assert in_turn([[[1], [2]], [[3]], [[4], [5], [6]]]) == [[1], [3], [4], [2], [5], [6]]
+
+
+def test_each_way_of_speed_is_first_in_turn_and_beside_plain_at_its_temperature() -> None:
+    ways = ["plain", "a", "a, T = 1"]
+    turns = [from_the(turn, ways) for turn in range(6)]
+    assert all(sorted(turn) == sorted(ways) for turn in turns)
+    for place in range(3):
+        assert sorted(turn[place] for turn in turns) == sorted(2 * ways)
+    assert [plain_beside(way) for way in ways] == ["plain", "plain", "plain, T = 1"]
 
 
 def test_speed_is_over_plain_on_the_same_prompts() -> None:

@@ -19,6 +19,7 @@ from dspark.errors import UserError
 from dspark.files import atomic_write_json, read_json
 from dspark.runtime.loading import LoadedTarget
 from dspark.wording import counted
+from dspark_eval.environment import describe_environment
 from dspark_eval.real_text.prompts import (
     TrainingPrompts,
     Unseen,
@@ -139,6 +140,7 @@ def _answer_part(
         "near_copies_left_out": chosen.dropped,
         "held_out_prompts": len(chosen.held_out),
         "settings": asdict(asked),
+        "environment": describe_environment(loaded.target.device, loaded.target.dtype),
     }
     atomic_write_json(report_path(out, part), report)
     print(f"part {part}: {report['rows']} rows in {seconds:.1f} s", flush=True)

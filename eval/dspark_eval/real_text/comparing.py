@@ -58,7 +58,8 @@ def compare(
 def _counts(cell: dict[str, Any], other: dict[str, Any], loops: bool) -> np.ndarray:
     """[prompts, 4]: tokens and rounds of the one, then of the other; nothing of prompts that made
     one of the two loop, unless `loops`."""
-    if cell["prompts"] != other["prompts"]:
+    digests = {each["prompts_sha256"] for each in (cell, other) if "prompts_sha256" in each}
+    if cell["prompts"] != other["prompts"] or len(digests) > 1:
         raise UserError(f"{cell['set']}: measured on other prompts than the reference")
     columns = (cell["emitted"], cell["rounds"], other["emitted"], other["rounds"])
     kept = loops | ~(np.array(cell["loops"]) | np.array(other["loops"]))

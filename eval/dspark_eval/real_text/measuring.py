@@ -7,6 +7,8 @@ held out of training and are not measured on; `ece` is of the survival product, 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,6 +33,7 @@ from dspark.runtime.records import Generation
 from dspark.runtime.requests import Request
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
+from dspark_eval.environment import describe_environment
 from dspark_eval.real_text.answers import prompt_ids
 from dspark_eval.real_text.prompts import test_files, training_prompts
 from dspark_eval.real_text.reuse import ASKED
@@ -96,14 +99,14 @@ def measure(
     }
     cells = []
     for name, each in sets.items():
-        cells.append(_cell(name, temperature, played[: len(each)], drafter, fitted))
+        cells.append(_cell(name, temperature, each, played[: len(each)], drafter, fitted))
         played = played[len(each) :]
     document = {
         ASKED: dict(asked),
         "drafter": folder.name,
         "parameters": sum(p.numel() for p in drafter.parameters()),
         "max_new_tokens": max_new_tokens,
-        "dtype": str(loaded.target.dtype).removeprefix("torch."),
+        "environment": describe_environment(loaded.target.device, loaded.target.dtype),
         "cells": cells,
         "fits": [fit],
     }
@@ -157,6 +160,7 @@ def _rounds(generations: Sequence[Generation], drafter: DSparkDrafter) -> Confid
 def _cell(
     name: str,
     temperature: float,
+    prompts: Sequence[Sequence[int]],
     played: Sequence[Generation],
     drafter: DSparkDrafter,
     fitted: Fitted | None,
@@ -168,6 +172,7 @@ def _cell(
         "set": name,
         "temperature": temperature,
         "prompts": len(played),
+        "prompts_sha256": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
         "accepted_length": metrics.accepted_length(pooled),
         "ci95": metrics.accepted_length_ci95(by_prompt),
         "without_loops": metrics.accepted_length_without_loops(played),

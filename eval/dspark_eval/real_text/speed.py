@@ -1,13 +1,16 @@
 """How fast one prompt at a time is: plain, with the drafter, and what transformers has to offer.
 
 Everything runs in one process on the same model and the same prompts, greedy unless it says
-otherwise; each prompt goes through all ways before the next one, so that whatever else the machine
-does meets all of them. `plain` and those named after drafters are dspark's loops; `generate` is
-transformers' own, `prompt_lookup` its assisted generation with n-grams of the text, `early_exit`
-that by the first half of the model's own layers. That is all there is at hand: no
-smaller model has this tokenizer, and a drafter that reads the target's states is no model that
-transformers would take. A loop over Python is what is timed, and a small model leaves the GPU idle
-for most of it: ratios are of this runtime, and no bound on what a serving engine gets.
+otherwise, and is compared with plain decoding at its own temperature; each prompt goes through all
+ways before the next one, beginning with another way each time, so that whatever else the machine
+does meets all of them. Seconds are of a whole answer, the reading of its prompt included, since
+transformers' `generate` does not tell them apart. `plain` and those named after drafters are
+dspark's loops; `generate` is transformers' own, `prompt_lookup` its assisted generation with
+n-grams of the text, `early_exit` that by the first half of the model's own layers. That is all
+there is at hand: no smaller model has this tokenizer, and a drafter that reads the target's states
+is no model that transformers would take. A loop over Python is what is timed, and a small model
+leaves the GPU idle for most of it: ratios are of this runtime, and no bound on what a serving
+engine gets.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from dspark.distill.chat import ChatFormat
 from dspark.distill.prompts import read_prompts
@@ -31,6 +33,7 @@ from dspark.runtime.hf_target import HFTarget
 from dspark.runtime.loading import LoadedTarget
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.sampling import SamplingParams
+from dspark_eval.environment import describe_environment
 from dspark_eval.intervals import paired
 from dspark_eval.real_text.answers import prompt_ids
 from dspark_eval.real_text.prompts import test_files
@@ -73,15 +76,14 @@ def measure_speed(
         ASKED: dict(asked),
         "asked_prompts": len(prompt_lists),
         "max_new_tokens": max_new_tokens,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else "CPU",
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
+        "environment": describe_environment(target.device, target.dtype),
     }
     for at, ids in enumerate(prompt_lists):
-        for name, way in ways.items():
-            runs[name].append(_timed(way, ids, max_new_tokens, target.device))
-        figures = {name: _figures(name, found, runs["plain"]) for name, found in runs.items()}
+        for name in from_the(at, list(ways)):
+            runs[name].append(_timed(ways[name], ids, max_new_tokens, target.device))
+        figures = {
+            name: _figures(name, found, runs[plain_beside(name)]) for name, found in runs.items()
+        }
         document |= {"prompts": at + 1, "ways": figures}
         atomic_write_json(out / SPEED, document)  # what a run that ends early has measured
         print(f"prompt {at + 1} of {len(prompt_lists)}", flush=True)
@@ -91,6 +93,17 @@ def measure_speed(
 def in_turn(sets: Sequence[Sequence[list[int]]]) -> list[list[int]]:
     """The first prompt of each set, then the second of each: one that ends early has seen all."""
     return [ids for row in zip_longest(*sets) for ids in row if ids is not None]
+
+
+def from_the(turn: int, ways: Sequence[str]) -> list[str]:
+    """All of them in their order, beginning with another one each turn."""
+    first = turn % len(ways)
+    return [*ways[first:], *ways[:first]]
+
+
+def plain_beside(way: str) -> str:
+    """What a way's speed-up is over: plain decoding at its own temperature."""
+    return f"plain{SAMPLED}" if way.endswith(SAMPLED) else "plain"
 
 
 def is_timed(out: Path, asked: Mapping[str, Any]) -> bool:
@@ -126,9 +139,15 @@ def _figures(
 
 
 def _ways(loaded: LoadedTarget, out: Path, arms: Sequence[str]) -> dict[str, Way]:
-    """All of them, the last of the drafters at temperature 1 too."""
+    """All of them; plain decoding and the last of the drafters at temperature 1 too."""
     target = loaded.target
     assert isinstance(target, HFTarget)
+
+    def plain(temperature: float) -> Way:
+        sampling = SamplingParams(temperature)
+        return lambda ids, new: (
+            plain_generate(target, ids, max_new_tokens=new, sampling=sampling).tokens
+        )
 
     def drafted(arm: str, temperature: float) -> Way:
         drafter = load_drafter(out / arm, target, dtype=target.dtype, device=target.device)
@@ -154,12 +173,10 @@ def _ways(loaded: LoadedTarget, out: Path, arms: Sequence[str]) -> dict[str, Way
 
         return run
 
-    greedy = SamplingParams()
     return {
-        "plain": lambda ids, new: (
-            plain_generate(target, ids, max_new_tokens=new, sampling=greedy).tokens
-        ),
+        "plain": plain(0.0),
         **{arm: drafted(arm, 0.0) for arm in arms},
+        f"plain{SAMPLED}": plain(1.0),
         **{f"{arm}{SAMPLED}": drafted(arm, 1.0) for arm in arms[-1:]},
         "generate": assisted({}),
         "prompt_lookup": assisted({"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
@@ -177,7 +194,10 @@ def _timed(way: Way, ids: list[int], new: int, device: torch.device) -> tuple[li
 
 def speeds_table(speed: Mapping[str, Any]) -> str:
     """A row for each way."""
-    lines = ["| way | tokens/s | against plain | same text |", "|---|--:|--:|--:|"]
+    lines = [
+        "| way | tokens/s | against plain at its temperature | same text |",
+        "|---|--:|--:|--:|",
+    ]
     for way, each in speed["ways"].items():
         low, high = each.get("speed_up_ci95") or (float("nan"), float("nan"))
         count = each["same_text_as_plain"]

@@ -17,6 +17,7 @@ from dspark_eval.real_text.speed import SPEED, speeds_table
 from dspark_eval.real_text.training import TRAINED
 
 RESULTS, TABLE = "real_text.json", "real_text.md"
+SCHEMA_VERSION = 1
 
 
 def write_table(out: Path, add: Path | None = None) -> str:
@@ -37,6 +38,8 @@ def write_table(out: Path, add: Path | None = None) -> str:
         name: arm["measured"]["cells"] for name, arm in arms.items() if arm["measured"] is not None
     }
     document: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "environment": next(iter(arms.values()))["trained"].get("environment"),
         "answers": answers,
         "arms": arms,
         "chosen": choose(out),

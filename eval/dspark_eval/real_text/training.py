@@ -31,6 +31,7 @@ from dspark.draft.checkpoint import save_drafter
 from dspark.draft.model import DSparkDrafter
 from dspark.files import atomic_write_json
 from dspark.runtime.loading import LoadedTarget
+from dspark_eval.environment import describe_environment
 from dspark_eval.real_text.reuse import ASKED
 from dspark_eval.real_text.start import start_from_layers
 from dspark_eval.real_text.states import HeldStates, StatesOnce
@@ -102,6 +103,7 @@ def train_for(
         "held_out": seen,
         "history": history,
         "config": {"drafter": config.to_dict()["drafter"], "train": config.to_dict()["train"]},
+        "environment": describe_environment(device, loaded.target.dtype),
     }
     save_drafter(folder, drafter.eval(), dtype=torch.float32, golden=False)
     atomic_write_json(folder / TRAINED, record)
