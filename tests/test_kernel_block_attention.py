@@ -149,8 +149,8 @@ def test_what_the_kernels_do_not_take_is_said() -> None:
     assert kernel.refuses(case.q, *rest) is None
     assert "float32" in (kernel.refuses(case.q.float(), *rest) or "")
     assert "channels" in (kernel.refuses(case.q[..., :12], *rest) or "")
-    assert kernel.refuses(case.q, *places, 128, 0.3) is None
-    assert "256 rows" in (kernel.refuses(case.q, *places, 129, 0.3) or "")
+    assert kernel.refuses(case.q, *places, 64, 0.3) is None
+    assert "130 rows" in (kernel.refuses(case.q, *places, 65, 0.3) or "")
     assert "scale" in (kernel.refuses(case.q, *places, 3, 0.0) or "")
 
 

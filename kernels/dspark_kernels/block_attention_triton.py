@@ -60,8 +60,8 @@ def refuses(
         return f"heads of {q.shape[-1]} and {values.shape[-1]} channels"
     if q.shape[2] // keys.shape[2] > 16:
         return "more than 16 query heads to a key head"
-    if slots * triton.next_power_of_2(q.shape[2] // keys.shape[2]) > 256:
-        return f"blocks of {slots} slots: more than 256 rows to a key head"
+    if (rows := slots * triton.next_power_of_2(q.shape[2] // keys.shape[2])) > 128:
+        return f"blocks of {slots} slots: {rows} rows to a key head are more than 128"
     if scale <= 0:
         return f"a scale of {scale}: more than 0 is needed"
     return None
