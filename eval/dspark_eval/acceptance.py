@@ -9,10 +9,12 @@ do.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dspark.draft.calibration import NOT_CALIBRATED
 from dspark.files import atomic_write_json, prepare_folder
+from dspark.runtime.loading import SHIPPED
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
 from dspark_eval.busy import say_if_busy
@@ -28,7 +30,7 @@ from dspark_eval.report import print_eval, progress
 from dspark_eval.rounds_file import RoundsFile
 from dspark_eval.settings import EvalOptions
 from dspark_eval.suite_report import SuiteRun, eval_suite
-from dspark_eval.suites import Suite, load_all_suites
+from dspark_eval.suites import CODE, Suite, load_all_suites
 
 EVAL_FILE = "eval.json"
 PLOT_FILE = "acceptance.png"
@@ -102,7 +104,7 @@ def eval_pair(
             *pair.warnings,
             *(costs.warnings if costs is not None else ()),
             *_confidence_warnings(pair, sampling),
-            *_sense_warnings(suites, results),
+            *_sense_warnings(suites, results, options.target),
             *(note for s in suites for note in s.notes),
             *(f"{name}: {text}" for name, suite in results.items() for text in suite["warnings"]),
             *few,
@@ -132,9 +134,13 @@ def _confidence_warnings(pair: Pair, sampling: SamplingParams) -> list[str]:
     return [] if said is None else [said]
 
 
-def _sense_warnings(suites: Sequence[Suite], results: Mapping[str, Any]) -> Iterator[str]:
-    """Long contexts in which the target itself has lost its way."""
+def _sense_warnings(
+    suites: Sequence[Suite], results: Mapping[str, Any], target: str | Path
+) -> Iterator[str]:
+    """Long contexts in which the target itself has lost its way, and code asked of the nano."""
     for suite in suites:
+        if suite.name == CODE and str(target) in SHIPPED:
+            yield f"{CODE}: {target} cannot write Python; these prompts are for other targets"
         exact = results[suite.name]["exact_answers"]
         if suite.context is not None and exact is not None and exact < SANE:
             yield (

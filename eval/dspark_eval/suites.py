@@ -6,6 +6,9 @@ instructions, told apart by the family each row names. A third set is written on
 as asked for: the validation split that its generator keeps apart from training and test. It is for
 fitting, so that what ships stays unseen until it is measured.
 
+`code` asks for small Python functions, with tests: for targets that can write Python, which the
+nano target cannot.
+
 The public sets (`public_sets.py`) are read from a local folder, or fetched.
 
 `nano-long` and `nano-padded` ask the shipped problems behind long contexts (`long_context.py`): a
@@ -31,6 +34,7 @@ from dspark_eval.long_context import CHAT, LENGTHS, PADDED, LongContext
 from dspark_eval.public_sets import PUBLIC_SETS, Grader, read_public
 
 _NANO_FILE = "prompts/test.jsonl"
+_CODE_FILE = "prompts/code.jsonl"
 
 
 def _is_instruction(row: PromptRow) -> bool:
@@ -51,7 +55,8 @@ _LONG_SETS = {
     for name, kind in (("nano-long", CHAT), ("nano-padded", PADDED))
 }
 _LONG = {name: context for contexts in _LONG_SETS.values() for name, context in contexts.items()}
-SUITE_NAMES = ("nano", *_NANO_SETS, VALIDATION, *_LONG_SETS, *PUBLIC_SETS)
+CODE = "code"
+SUITE_NAMES = ("nano", *_NANO_SETS, VALIDATION, *_LONG_SETS, CODE, *PUBLIC_SETS)
 USUAL_PROMPTS = 100
 """Of a set whose size no protocol says."""
 
@@ -96,6 +101,9 @@ def load_suites(
     if str(name) in PUBLIC_SETS:
         return [_public(str(name), n_prompts, seed, folder)]
     n_prompts = USUAL_PROMPTS if n_prompts is None else n_prompts
+    if str(name) == CODE:
+        rows = read_prompts([asset(_CODE_FILE)], strict=True).rows
+        return [_suite(CODE, rows, n_prompts, seed)]
     if str(name) == VALIDATION:
         return [_validation(n_prompts, seed)]
     if str(name) in _LONG_SETS or str(name) in _LONG:
