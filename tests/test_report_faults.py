@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,8 @@ from dspark import files
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, json_text, read_json
 from dspark_eval.acceptance import run_eval
-from dspark_eval.reporting import build, run_report
-from dspark_eval.reporting.blocks import Table
+from dspark_eval.reporting import build, page, run_report
+from dspark_eval.reporting.blocks import Prose, Section, Table
 from dspark_eval.reporting.headline import headline
 from dspark_eval.reporting.sources import find_all
 from dspark_eval.reporting.words import LABEL, labels, names
@@ -150,6 +151,15 @@ def test_a_comparison_draws_every_way_though_their_folders_are_called_alike(
     assert positions.alt == "a/final: 0.90 0.50; b/final: 0.90 0.50"
     (table,) = (block for block in first.blocks if isinstance(block, Table))
     assert [row[0].splitlines()[0] for row in table.rows] == ["a/final", "b/final"]
+
+
+def test_sections_of_one_title_are_told_apart_where_one_goes_to_them() -> None:
+    made: dict[str, str | None] = {"dspark": "1", "git_revision": None}
+    blocks = (Prose("words"),)
+    sections = [Section("Speed: a", blocks, source) for source in ("x/b.json", "y/b.json")]
+    text = page.write([*sections, Section("Training: a", blocks, "t.json")], "", made)
+    links = re.findall(r'<li><a href="#s\d">(.*?)</a>', text)
+    assert links == ["Speed: a (x/b.json)", "Speed: a (y/b.json)", "Training: a"]
 
 
 # ------------------------------------------------------------------ kills

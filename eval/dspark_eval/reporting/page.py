@@ -46,9 +46,18 @@ def write(sections: Sequence[Section], subject: str, made_by: Mapping[str, str |
         lstrip_blocks=True,
     )
     environment.filters |= {"prose": prose, "cell": cell}
+    titles = Counter(section.title for section in sections)
     return environment.get_template(TEMPLATE).render(
         sections=[
-            {"title": section.title, "source": section.source, "groups": list(_groups(section, n))}
+            {
+                "title": section.title,
+                # two of one title are told apart by where they come from
+                "link": section.title
+                if titles[section.title] == 1 or not section.source
+                else f"{section.title} ({section.source})",
+                "source": section.source,
+                "groups": list(_groups(section, n)),
+            }
             for n, section in enumerate(sections, 1)
         ],
         subject=subject,
