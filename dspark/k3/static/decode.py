@@ -232,26 +232,12 @@ class StaticDecoder:
             gate, decay = made[0] if factors > 1 else gate, made[-1]
         rows.linear += 1
         out = ops.kda_decode(
-            raw.view(shape),
-            decay.view(shape),
-            beta.view(shape),
-            gate.view(shape),
-            cache.rows[index],
-            cache.decay[index],
-            cache.beta[index],
-            cache.accepted,
-            cache.state[index],
-            w.conv,
-            w.A_log,
-            w.dt_bias,
-            w.norm,
-            self.config.rms_norm_eps,
-            self.config.kda_gate_lower_bound,
-            rows.upto,
-            rows.reach,
-            cache.folds,
+            raw.view(shape), decay.view(shape), beta.view(shape), gate.view(shape),
+            cache.rows[index], cache.decay[index], cache.beta[index], cache.accepted,
+            cache.state[index], w.conv, w.A_log, w.dt_bias, w.norm, self.config.rms_norm_eps,
+            self.config.kda_gate_lower_bound, rows.upto, rows.reach, cache.folds,
             w.second if rows.alone else None,
-        )
+        )  # fmt: skip
         return out.flatten(0, 1)
 
     def _mla(self, w: MLAWeights, inputs: Tensor, rows: _Rows) -> Tensor:
