@@ -29,6 +29,20 @@ def test_there_is_an_entry_for_each_temperature_of_the_evaluations(tmp_path: Pat
     assert len(greedy.temperatures) == len(greedy.curves) == 4
 
 
+def test_it_says_what_it_does_before_each_temperature(tmp_path: Path) -> None:
+    said: list[str] = []
+    changes = {"data__max_new_tokens": 24, "data__max_length": 64}
+    config = setup.config(tmp_path, eval__temperatures=[0.0, 0.7], **changes)
+    drafter = setup.drafter(TARGET)
+    calibrate_held_out(config, TARGET, drafter, HELD_OUT, setup.ALONE, said.append)
+    assert [line.partition(" to fit")[0] for line in said] == [
+        "confidence: decoding 20 held-out prompts at temperature 0",
+        "confidence: decoding 20 held-out prompts at temperature 0.7",
+    ]
+    calibrate_held_out(config, TARGET, drafter, [], setup.ALONE, said.append)
+    assert len(said) == 2
+
+
 def test_nothing_is_fitted_where_it_is_switched_off_or_there_is_too_little(tmp_path: Path) -> None:
     assert fit(tmp_path, eval__calibrate=False) == ()
     assert fit(tmp_path, held_out=HELD_OUT[: MIN_PROMPTS - 1]) == ()

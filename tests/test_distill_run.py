@@ -16,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import dspark
 from dspark.assets import asset
 from dspark.distill import loop
 from dspark.distill.config import DistillConfig, load_config
@@ -28,6 +29,8 @@ from dspark.k3.checkpoint import save_k3
 from dspark.runtime.decode import SpeculativeDecoder
 from dspark.runtime.loading import load_target
 from dspark.runtime.sampling import SamplingParams
+from dspark_eval.reporting.headline import environment
+from dspark_eval.reporting.sources import find
 from tests.k3_tiny import TINY, tiny_model
 
 PROMPTS = 20
@@ -125,6 +128,11 @@ def test_training_json_holds_the_agreed_keys(finished: Any) -> None:
         assert [result["temperature"] for result in record["decoded"]] == [0.0, 1.0]
         assert record["held_out"]["accepted_length"] >= 1
     assert "decoded" not in history[0]
+    assert [record for record in history if "environment" in record] == history[-1:]
+    origin = history[-1]["environment"]
+    assert (origin["torch"], origin["dspark"]) == (torch.__version__, dspark.__version__)
+    (found,) = (f for f in find(Path(finished[0].out.dir)) if f.kind.name == "training")
+    assert environment(found) == origin  # what the report's table of origins shows
 
 
 def test_calibration_is_what_the_last_evaluation_measured(finished: Any) -> None:

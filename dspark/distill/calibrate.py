@@ -8,7 +8,7 @@ calibrate` on some hundreds does better, and replaces these entries.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -36,8 +36,11 @@ def calibrate_held_out(
     drafter: DSparkDrafter,
     held_out: Sequence[TrainingRow],
     processes: Processes,
+    say: Callable[[str], None] = lambda text: None,
 ) -> tuple[Fitted, ...]:
     """One entry for each of `eval.temperatures`, the same on every process.
+
+    `say` is told before each temperature: decoding every prompt may take longer than training did.
 
     None where `eval.calibrate` is off, the drafter has no confidence head, or fewer than
     `MIN_PROMPTS` of the held-out prompts lead to a round.
@@ -51,6 +54,10 @@ def calibrate_held_out(
     entries = []
     for temperature in config.eval.temperatures:
         sampling = SamplingParams(temperature=temperature)
+        say(
+            f"confidence: decoding {len(prompts)} held-out prompts at temperature {temperature:g} "
+            "to fit it (eval.calibrate)"
+        )
         own = collect_rounds(
             target,
             drafter,

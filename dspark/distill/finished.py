@@ -23,6 +23,7 @@ from dspark.draft.folder import CONFIG_FILE, WEIGHTS_FILE
 from dspark.draft.golden_file import GOLDEN_FILE
 from dspark.draft.model import DSparkDrafter
 from dspark.files import json_text
+from dspark.machine import describe_environment
 
 if TYPE_CHECKING:
     from dspark.runtime.loading import LoadedTarget
@@ -81,7 +82,7 @@ def write_drafter_folder(
     with writing(out):
         fresh = out / ".finished"
         texts = {
-            "training.json": json_text(list(history)),
+            "training.json": json_text(_with_origin(history, target)),
             "README.md": model_card(provenance, history),
             **tokenizer,
         }
@@ -89,6 +90,14 @@ def write_drafter_folder(
         for name in (*texts, CALIBRATION_FILE, GOLDEN_FILE, WEIGHTS_FILE, CONFIG_FILE):
             os.replace(fresh / name, out / name)
         shutil.rmtree(fresh)
+
+
+def _with_origin(history: Sequence[dict[str, Any]], target: Target | None) -> list[dict[str, Any]]:
+    """The records, the last one with the machine, versions and revision that finished the run."""
+    if not history or target is None:
+        return list(history)
+    origin = describe_environment(target.device, target.dtype)
+    return [*history[:-1], {**history[-1], "environment": origin}]
 
 
 def _file_digest(path: Path) -> str:

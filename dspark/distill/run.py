@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,7 +139,8 @@ def _run(config: DistillConfig, processes: Processes, console: Console) -> Path:
         checkpoint=checkpoint,
         console=console,
     )
-    fitted = calibrate_held_out(config, loaded.target, drafter, rows.held_out, processes)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    fitted = calibrate_held_out(config, loaded.target, drafter, rows.held_out, processes, say)
     with processes.together():
         if processes.is_main:
             facts = provenance(config, loaded, target_digest, files, rows, trainer, progress)

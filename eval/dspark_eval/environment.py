@@ -1,42 +1,14 @@
-"""What a measured number depends on besides the code: machine, threads, versions, time."""
+"""What a measured number depends on besides the code, and whether the machine was busy."""
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
 from collections.abc import Mapping
-from datetime import datetime, timezone
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-import torch
-
-import dspark
+from dspark.machine import cpu_model as cpu_model
+from dspark.machine import describe_environment as describe_environment
+from dspark.machine import git_revision as git_revision
 from dspark.wording import counted
-
-
-def describe_environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """JSON-ready facts about this process. What cannot be found out is None."""
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "device": str(device),
-        "device_name": _device_name(device),
-        "dtype": str(dtype).removeprefix("torch."),
-        "cpu_model": cpu_model(),
-        "cpu_cores": _usable_cores(),
-        "threads": torch.get_num_threads(),
-        "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
-        "load_average_1m": _load_average(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "triton": _version("triton"),
-        "dspark": dspark.__version__,
-        "git_revision": git_revision(),
-    }
 
 
 def busy_warnings(facts: Mapping[str, Any]) -> list[str]:
@@ -48,53 +20,3 @@ def busy_warnings(facts: Mapping[str, Any]) -> list[str]:
         f"busy machine: load {load:g} on {counted(cores, 'core')} before the measurement; seconds "
         "are not to be relied on"
     ]
-
-
-def cpu_model() -> str | None:
-    """The processor's name, from /proc/cpuinfo where there is one."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or None
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or None)
-
-
-def git_revision() -> str | None:
-    """Commit of the checkout this package runs from, "-dirty" if files differ; None in a wheel."""
-    root = Path(dspark.__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    try:
-        answer = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip() or None
-
-
-def _device_name(device: torch.device) -> str | None:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
-
-
-def _usable_cores() -> int | None:
-    if hasattr(os, "sched_getaffinity"):  # what this process may use, not what the machine has
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
-
-
-def _load_average() -> float | None:
-    """Runnable processes over the last minute: above the core count, timings are not to be used."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -29,13 +29,18 @@ SETTINGS_FILE = "run.yaml"
 
 
 def load_training(path: Path, value: Any) -> dict[str, Any]:
-    """The history with the settings that lie beside it; null for a run whose file is gone."""
+    """The history with the settings that lie beside it; null for a run whose file is gone.
+    `environment`: who finished the run, as its last record says."""
     settings = path.parent / SETTINGS_FILE
     try:
         known = yaml.safe_load(settings.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError):
         known = None
-    return {"history": value, "settings": known if isinstance(known, dict) else None}
+    return {
+        "history": value,
+        "settings": known if isinstance(known, dict) else None,
+        "environment": value[-1].get("environment"),
+    }
 
 
 def training(source: str, value: Any) -> Section:
