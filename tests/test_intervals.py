@@ -15,6 +15,7 @@ from dspark_eval.intervals import (
     over_seeds,
     paired,
     share,
+    share_of,
     student_quantile,
 )
 from tests.test_metrics import answer, record
@@ -48,6 +49,34 @@ def test_the_interval_of_a_share_is_wilsons(right, n):
     assert found.value == right / n
     assert found.ci95 == pytest.approx((exact.low, exact.high), abs=1e-6)
     assert share([]).ci95 is None
+
+
+def test_shares_that_are_all_alike_are_not_certain():
+    """Rounds of a prompt resemble each other: 20 of 20 in 4 prompts is as sure as 4 of 4."""
+    exact = stats.binomtest(4, 4).proportion_ci(0.95, "wilson")
+    found = share_of([5] * 4, [5] * 4)
+    assert (found.value, found.n, found.n_prompts) == (1.0, 20.0, 4)
+    assert found.ci95 == pytest.approx((exact.low, 1.0), abs=1e-6)
+    none = share_of([0] * 4, [5] * 4)
+    assert none.ci95 == pytest.approx((0.0, 1 - exact.low), abs=1e-6)
+    # where they are not, prompts are resampled as for any other ratio
+    assert share_of([1, 5], [5, 5]) == estimate([1, 5], [5, 5])
+
+
+def test_answers_that_never_loop_may_still_do_so():
+    found = metrics.estimates([[answer([record(3, 1)])] for _ in range(40)])
+    bounds = stats.binomtest(0, 40).proportion_ci(0.95, "wilson")
+    assert found["loop_share"].ci95 == pytest.approx((0, bounds.high), abs=1e-6)
+    assert found["finished_share"].value == 0
+    assert found["finished_share"].ci95[1] > 0.05
+
+
+def test_a_length_without_loops_is_of_the_answers_that_do_not():
+    looping = answer([record(3, 3)] * 20, tokens=[7] * 81)
+    found = metrics.estimates([[answer([record(3, 1)])], [looping]])
+    alone = found["accepted_length_without_loops"]
+    assert (alone.value, alone.n, alone.n_prompts) == (2.0, 1.0, 1)
+    assert metrics.accepted_length_without_loops([answer([record(3, 1)]), looping]) == 2.0
 
 
 def test_pairs_take_the_difficulty_of_prompts_out():
@@ -133,7 +162,9 @@ def test_positions_have_their_own_n():
     assert [e.n for e in conditional] == [3.0, 2.0, 1.0]
     assert [e.n for e in survival] == [3.0, 3.0, 2.0]
     assert [e.n_prompts for e in survival] == [2, 2, 1]
-    assert conditional[2].ci95 is None
+    # one round of one prompt, accepted: Wilson's [0.207, 1] of 1 out of 1, and never a point
+    assert conditional[2].ci95 == pytest.approx((0.2065, 1), abs=1e-4)
+    assert conditional[2].few
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 2.7, 10, 300])

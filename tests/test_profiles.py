@@ -37,7 +37,7 @@ def test_buckets_resample_conversations_and_not_turns():
 
 def test_entropy_of_accepted_and_rejected_positions():
     rounds = [told(1, (0.9, 0.9, 0.9), (0.05, 3.0, 9.0)), told(3, (0.9,) * 3, (0.05, 0.5, 0.5))]
-    found = profiles.entropy_profile(rounds, edges=(0.1, 1.0))
+    found = profiles.entropy_profile([rounds], edges=(0.1, 1.0))
     first, second, third = found.positions
     assert (first.drafted, first.accepted, first.rejected, first.n) == (0.05, 0.05, None, 2)
     assert (second.accepted, second.rejected) == (0.5, 3.0)
@@ -49,8 +49,16 @@ def test_entropy_of_accepted_and_rejected_positions():
     assert sum(b.share for b in found.bins) == pytest.approx(1)
 
 
+def test_a_bin_of_few_positions_says_so_and_is_not_certain():
+    """Two prompts, one position each below 0.1 nats, both accepted: 2 of 2 by Wilson."""
+    one = told(1, (0.9,), (0.05,))
+    low = profiles.entropy_profile([[one], [one], [told(0, (0.9,), (2.0,))]], edges=(0.1,)).bins[0]
+    assert (low.reached, low.n_prompts, low.few) == (2, 2, True)
+    assert low.acceptance_ci95 == pytest.approx((0.3424, 1), abs=1e-4)
+
+
 def test_entropy_of_nothing():
-    found = profiles.entropy_profile([record(0, 0)])
+    found = profiles.entropy_profile([[record(0, 0)]])
     assert found.positions == ()
     assert all((b.drafted, b.acceptance) == (0, None) for b in found.bins)
 
@@ -61,7 +69,7 @@ def test_entropy_of_nothing():
 def test_a_threshold_cuts_before_the_first_position_below_it():
     """c = .9 .5 .8: at 0.6 one is sent, of a = 3 that gives 2 tokens; a = 0 gives 1 anyway."""
     rounds = [told(3, (0.9, 0.5, 0.8)), told(0, (0.9, 0.5, 0.8))]
-    all_sent, one_sent, none_sent = sweeps.threshold_curve(rounds, (0.0, 0.6, 0.95))
+    all_sent, one_sent, none_sent = sweeps.threshold_curve([rounds], (0.0, 0.6, 0.95))
     assert (all_sent.draft_length, all_sent.accepted_length) == (3, 2.5)
     assert all_sent.acceptance_rate == 0.5
     assert (one_sent.draft_length, one_sent.accepted_length) == (1, 1.5)
@@ -74,7 +82,7 @@ def test_threshold_zero_is_the_run_and_an_ended_round_keeps_its_tokens():
     """Drafted 5, an accepted end token at slot 3: three tokens, no bonus."""
     ended = replace(record(3, 3, ended=True, drafted=5), confidence=(0.9, 0.9, 0.3, 0.9, 0.9))
     rounds = [ended, told(2, (0.9,) * 4)]
-    run, cut = sweeps.threshold_curve(rounds, (0.0, 0.5))
+    run, cut = sweeps.threshold_curve([rounds], (0.0, 0.5))
     assert run.accepted_length == metrics.accepted_length(rounds) == 3.0
     assert run.acceptance_rate == metrics.acceptance_rate(rounds)
     # cut before slot 3: two accepted, and the target says the third token itself
@@ -93,7 +101,7 @@ def test_an_honest_confidence_gives_the_acceptance_it_promises():
         c = generator.choice([0.5, 0.9], 4)
         hits = generator.random(4) < c
         rounds.append(told(int(np.cumprod(hits).sum()), tuple(c)))
-    (point,) = sweeps.threshold_curve(rounds, (0.8,))
+    (point,) = sweeps.threshold_curve([rounds], (0.8,))
     # L is geometric with chance 1/2, at most 4; tau = 1 + sum_j P(L >= j) 0.9^j
     expected = 1 + sum(0.5**j * 0.9**j for j in range(1, 5))
     assert point.accepted_length == pytest.approx(expected, abs=0.03)
@@ -103,9 +111,17 @@ def test_an_honest_confidence_gives_the_acceptance_it_promises():
 def test_rounds_that_do_not_tell_are_left_out():
     cut = replace(record(2, 2), drafted=4, confidence=(0.9,) * 4, level=CUT)
     sibling = replace(told(1, (0.9,) * 3), sibling=True, rows=6, level=SIBLING)
-    assert sweeps.threshold_curve([cut, sibling]) is None
-    assert sweeps.threshold_curve([replace(record(3, 1), confidence=())]) is None
-    assert sweeps.threshold_curve([cut, told(1, (0.9,) * 3)])[0].rounds == 1
+    assert sweeps.threshold_curve([[cut, sibling]]) is None
+    assert sweeps.threshold_curve([[replace(record(3, 1), confidence=())]]) is None
+    assert sweeps.threshold_curve([[cut], [told(1, (0.9,) * 3)]])[0].rounds == 1
+
+
+def test_a_threshold_has_the_interval_of_its_prompts():
+    """Prompts of 4 and 1 token: a draw of two is 1, 2.5 or 4; cut to nothing both give 1."""
+    by_prompt = [[told(3, (0.9,) * 3)], [told(0, (0.9,) * 3)]]
+    run, nothing = sweeps.threshold_curve(by_prompt, (0.0, 0.95))
+    assert (run.n_prompts, run.few, run.accepted_length_ci95) == (2, True, (1.0, 4.0))
+    assert nothing.accepted_length_ci95 == (1.0, 1.0)
 
 
 # ------------------------------------------------------------------ goodput
@@ -132,7 +148,7 @@ def test_goodput_in_closed_form_and_the_best_length_shrinks_with_the_batch():
     rounds = [record(4, a) for a in accepted]
     model = CostModel((costs(1, 1, 0.01), costs(64, 1, 0.01)), "t", "d", 0)
     tau = {length: 1 + sum(0.7**j for j in range(1, length + 1)) for length in range(1, 5)}
-    one, many = sweeps.goodput(rounds, model, (1, 64))
+    one, many = sweeps.goodput([rounds], model, (1, 64))
     assert (one.draft_length, one.measured_times) == (4, True)
     assert one.speculative == pytest.approx(tau[4] / 1.05)
     assert one.plain == pytest.approx(1 / 1.01)
@@ -144,16 +160,42 @@ def test_goodput_in_closed_form_and_the_best_length_shrinks_with_the_batch():
 
 def test_goodput_is_not_told_beyond_the_batches_that_were_measured():
     model = CostModel((costs(1, 1, 0.01), costs(4, 1, 0.01)), "t", "d", 0)
-    found = sweeps.goodput([record(4, 2)], model, (1, 2, 4, 8))
+    found = sweeps.goodput([[record(4, 2)]], model, (1, 2, 4, 8))
     assert [(p.concurrency, p.measured_times) for p in found] == [
         (1, True),
         (2, False),
         (4, True),
     ]
-    assert sweeps.goodput([record(0, 0)], model) == []
+    assert sweeps.goodput([[record(0, 0)]], model) == []
+
+
+def test_a_modelled_speed_up_is_as_unsure_as_its_accepted_length():
+    """tau is 1 or 5 of the two prompts; a round takes 1.05, a plain step 1.01."""
+    model = CostModel((costs(1, 1, 0.01),), "t", "d", 0)
+    (found,) = sweeps.goodput([[record(4, 4)], [record(4, 0)]], model, (1,))
+    assert found.speedup == pytest.approx(3 * 1.01 / 1.05)
+    assert found.speedup_ci95 == pytest.approx((1.01 / 1.05, 5 * 1.01 / 1.05))
+    assert (found.rounds, found.n_prompts, found.few) == (2, 2, True)
 
 
 # ------------------------------------------------------------------ bands
+
+
+def test_levels_and_bands_have_their_prompts_and_intervals():
+    """Two prompts, each of one round with both positions sure and accepted."""
+    by_prompt = [[told(2, (0.95, 0.95))], [told(2, (0.95, 0.95))]]
+    levels = outcomes.level_estimates(by_prompt)
+    assert levels["all_accepted"].value == 1.0
+    assert levels["all_accepted"].ci95 == pytest.approx((0.3424, 1), abs=1e-4)
+    assert {k: e.value for k, e in levels.items()} == outcomes.level_shares(metrics.pool(by_prompt))
+    table = outcomes.band_table(by_prompt)
+    assert (table["high"]["reached"], table["high"]["n_prompts"], table["high"]["few"]) == (
+        4,
+        2,
+        True,
+    )
+    assert table["high"]["acceptance_ci95"] == pytest.approx((0.3424, 1), abs=1e-4)
+    assert table["low"]["acceptance_ci95"] is None
 
 
 def test_what_became_of_the_positions_of_each_band():
@@ -165,7 +207,7 @@ def test_what_became_of_the_positions_of_each_band():
         replace(told(0, c), level=CORRECTED),
         replace(told(2, c), verified=2, level=CUT),
     ]
-    table = outcomes.band_table(rounds)
+    table = outcomes.band_table([rounds])
     assert table["high"]["levels"] == {
         "accepted": 0.75,
         "sibling": 0.0,

@@ -45,6 +45,10 @@ def summaries(
                 "name": contender.name,
                 **{key: asdict(value) for key, value in estimates.items()},
                 "conditional_acceptance": metrics.conditional_acceptance(pooled),
+                "positions": {
+                    key: [asdict(value) for value in values]
+                    for key, values in metrics.position_estimates(rounds, seed=seed).items()
+                },
                 "ratio": ratio,
                 "speedup": None if is_plain else asdict(speed),
                 "tokens_per_s": speed.ours,

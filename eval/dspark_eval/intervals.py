@@ -92,15 +92,21 @@ def estimate(
 
 
 def share(marks: Sequence[bool]) -> Estimate:
-    """Share of right ones, one mark for each prompt, with Wilson's interval (1927).
+    """Share of right ones, one mark for each prompt."""
+    return share_of([float(mark) for mark in marks], [1.0] * len(marks))
 
-    Marks of different prompts are independent, and where all are alike a bootstrap would claim to
-    be sure: of 6 right ones out of 6 it says [1, 1], Wilson [0.61, 1].
+
+def share_of(parts: Sequence[float], wholes: Sequence[float], *, seed: int = 0) -> Estimate:
+    """`estimate` of a share, 0 <= part <= whole for each prompt, that never claims to be certain.
+
+    Where all counts are alike a bootstrap would: of 6 right ones out of 6 it says [1, 1]. There,
+    and where each prompt counts once, the interval is Wilson's (1927), of 6 out of 6 [0.61, 1].
+    Prompts are independent and their rounds are not: its n is that of prompts.
     """
-    found = estimate([float(mark) for mark in marks], [1.0] * len(marks))
-    if found.value is None:
+    found = estimate(parts, wholes, seed=seed)
+    if found.value is None or (found.value not in (0, 1) and found.n != found.n_prompts):
         return found
-    n, z2 = found.n, _Z95**2
+    n, z2 = found.n_prompts, _Z95**2
     middle = (found.value + z2 / (2 * n)) / (1 + z2 / n)
     spread = found.value * (1 - found.value) / n + z2 / (4 * n * n)
     half = _Z95 * spread**0.5 / (1 + z2 / n)

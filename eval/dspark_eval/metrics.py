@@ -29,7 +29,7 @@ import numpy as np
 from dspark.loops import is_loop
 from dspark.runtime.records import Generation, RoundRecord
 from dspark_eval.intervals import MIN_PROMPTS as MIN_PROMPTS
-from dspark_eval.intervals import Estimate, Interval, Paired, estimate, paired
+from dspark_eval.intervals import Estimate, Interval, Paired, estimate, paired, share_of
 from dspark_eval.intervals import bootstrap_ci95 as bootstrap_ci95
 from dspark_eval.intervals import ratio_ci95 as ratio_ci95
 from dspark_eval.intervals import sample_size_warnings as sample_size_warnings
@@ -74,6 +74,9 @@ FIGURES: dict[str, Callable[[Rounds], Counts]] = {
     ),
 }
 """Numerator and denominator of each figure, of one prompt's rounds or of all."""
+
+SHARES = ("acceptance_rate", "sibling_rate", "loop_share", "finished_share")
+"""Counts out of counts, whose interval is `intervals.share_of`'s."""
 
 
 def accepted_length(rounds: Rounds) -> float | None:
@@ -212,7 +215,14 @@ def estimates(by_prompt: Sequence[Sequence[Generation]], *, seed: int = 0) -> di
     counts["finished_share"] = [
         (sum(g.finish == "end" for g in held), len(held)) for held in answers
     ]
-    return {name: _estimate(pairs, seed) for name, pairs in counts.items()}
+    counts["accepted_length_without_loops"] = [
+        FIGURES["accepted_length"](pool(g.rounds for g in held if not is_loop(g.tokens)))
+        for held in answers
+    ]
+    return {
+        name: _estimate(pairs, seed, share_of if name in SHARES else estimate)
+        for name, pairs in counts.items()
+    }
 
 
 def _sums(counts: Iterable[Counts]) -> Counts:
@@ -220,8 +230,10 @@ def _sums(counts: Iterable[Counts]) -> Counts:
     return sum(top for top, _ in pairs), sum(bottom for _, bottom in pairs)
 
 
-def _estimate(counts: Sequence[Counts], seed: int) -> Estimate:
-    return estimate([top for top, _ in counts], [bottom for _, bottom in counts], seed=seed)
+def _estimate(
+    counts: Sequence[Counts], seed: int, how: Callable[..., Estimate] = estimate
+) -> Estimate:
+    return how([top for top, _ in counts], [bottom for _, bottom in counts], seed=seed)
 
 
 def position_estimates(
@@ -232,7 +244,7 @@ def position_estimates(
     found: dict[str, list[Estimate]] = {}
     for name, of in (("conditional_acceptance", _conditional), ("prefix_survival", _survived)):
         found[name] = [
-            _estimate([of(rounds, j) for rounds in rounds_by_prompt], seed)
+            _estimate([of(rounds, j) for rounds in rounds_by_prompt], seed, share_of)
             for j in range(1, longest + 1)
         ]
     return found

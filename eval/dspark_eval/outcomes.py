@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from dspark.runtime.policies.bands import band_names
 from dspark.runtime.records import ALL_ACCEPTED, CORRECTED, CUT, SIBLING, Band, RoundRecord
+from dspark_eval.intervals import Estimate, share_of
 
 LEVELS = {ALL_ACCEPTED: "all_accepted", SIBLING: "sibling", CORRECTED: "corrected", CUT: "cut"}
 PLAIN = "plain"
@@ -37,37 +38,56 @@ def level_shares(rounds: Rounds) -> dict[str, float] | None:
     return {name: found.count(name) / len(found) for name in (*LEVELS.values(), PLAIN)}
 
 
-def band_table(rounds: Rounds) -> dict[str, dict[str, Any]] | None:
-    """By band: share of drafted positions, positions reached, how many of those were accepted, and
-    `levels`, what became of the positions that were decided on.
+def level_estimates(by_prompt: Sequence[Rounds]) -> dict[str, Estimate]:
+    """`level_shares` of the rounds of each prompt, each with its n and interval."""
+    found = [[level_name(record) for record in rounds] for rounds in by_prompt]
+    return {
+        name: share_of([held.count(name) for held in found], [len(held) for held in found])
+        for name in (*LEVELS.values(), PLAIN)
+    }
+
+
+def band_table(by_prompt: Sequence[Rounds]) -> dict[str, dict[str, Any]] | None:
+    """By band: `share` of drafted positions, positions `reached`, the share of those that was
+    accepted (`acceptance`, with its interval over the `n_prompts` that have any), and `levels`,
+    what became of the positions that were decided on.
 
     A position is reached if it was verified and all before it were accepted, which is what a
     confidence speaks of. It is decided on if it was reached, or if the block was cut right before
     it: then it is accepted, sibling, corrected or cut, and the four shares add up to 1. None for a
     drafter without a confidence head.
     """
-    names: list[Band] = []
-    fates: list[str | None] = []
-    for record in rounds:
-        bands = record.bands or band_names(record.confidence)
-        names += bands
-        fates += [_fate(record, k) for k in range(len(bands))]
-    if not names:
+    held = [_banded(rounds) for rounds in by_prompt]
+    total = sum(map(len, held))
+    if not total:
         return None
     table: dict[str, dict[str, Any]] = {}
     for band in get_args(Band):
-        inside = [fate for name, fate in zip(names, fates, strict=True) if name == band]
-        decided = [fate for fate in inside if fate is not None]
-        judged = len(decided) - decided.count(LEVELS[CUT])
+        inside = [[fate for name, fate in own if name == band] for own in held]
+        decided = [fate for own in inside for fate in own if fate is not None]
+        judged = [len(own) - own.count(None) - own.count(LEVELS[CUT]) for own in inside]
+        accepted = share_of([own.count(ACCEPTED) for own in inside], judged)
         table[band] = {
-            "share": len(inside) / len(names),
-            "reached": judged,
-            "acceptance": decided.count(ACCEPTED) / judged if judged else None,
+            "share": sum(map(len, inside)) / total,
+            "reached": sum(judged),
+            "acceptance": accepted.value,
+            "acceptance_ci95": accepted.ci95,
+            "n_prompts": accepted.n_prompts,
+            "few": accepted.few,
             "levels": {fate: decided.count(fate) / len(decided) for fate in FATES}
             if decided
             else None,
         }
     return table
+
+
+def _banded(rounds: Rounds) -> list[tuple[Band, str | None]]:
+    """Band and fate of every drafted position."""
+    return [
+        (band, _fate(record, k))
+        for record in rounds
+        for k, band in enumerate(record.bands or band_names(record.confidence))
+    ]
 
 
 def _fate(record: RoundRecord, k: int) -> str | None:

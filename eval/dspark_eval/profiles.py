@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dspark.runtime.records import RoundRecord
-from dspark_eval.intervals import MIN_PROMPTS, Interval, estimate
+from dspark_eval.intervals import MIN_PROMPTS, Interval, estimate, share_of
 from dspark_eval.metrics import FIGURES, Rounds, acceptance_rate, pool
 
 CONTEXT_EDGES = (128, 512, 2048, 8192, 32768)  # tokens; 2k, 8k and 32k are the usual buckets
@@ -85,7 +85,8 @@ class EntropyBin:
     """Positions whose entropy lies in [low, high) nats.
 
     drafted   how many, and their `share` of all drafted positions
-    reached   of them reached; `acceptance`: the share of those accepted, 1 - E[TV] given H
+    reached   of them reached; `acceptance`: the share of those accepted, 1 - E[TV] given H, with
+              its interval over the `n_prompts` that have any
     """
 
     low: float
@@ -94,17 +95,23 @@ class EntropyBin:
     share: float
     reached: int
     acceptance: float | None
+    acceptance_ci95: Interval | None
+    n_prompts: int
+    few: bool
 
 
 @dataclass(frozen=True)
 class EntropyPosition:
     """Mean entropy in nats of the drafter at one position: drafted, accepted once reached, and
-    rejected once reached."""
+    rejected once reached; of how many positions each, and `few` prompts or not."""
 
     drafted: float | None
     accepted: float | None
     rejected: float | None
     n: int
+    n_accepted: int
+    n_rejected: int
+    few: bool
 
 
 @dataclass(frozen=True)
@@ -115,9 +122,15 @@ class EntropyProfile:
     bins: tuple[EntropyBin, ...]
 
 
-def entropy_profile(rounds: Rounds, edges: Sequence[float] = ENTROPY_EDGES) -> EntropyProfile:
+def entropy_profile(
+    by_prompt: Sequence[Rounds], edges: Sequence[float] = ENTROPY_EDGES
+) -> EntropyProfile:
     """Entropy by position, and acceptance by entropy. Draft lengths by entropy of whole rounds:
     `lengths_by_entropy`."""
+    rounds = pool(by_prompt)
+    owner = np.repeat(
+        np.arange(len(by_prompt)), [sum(len(r.entropy) for r in own) for own in by_prompt]
+    )
     entropy, slot, reached, accepted = (
         np.array([v for r in rounds for v in column(r)])
         for column in (
@@ -129,33 +142,58 @@ def entropy_profile(rounds: Rounds, edges: Sequence[float] = ENTROPY_EDGES) -> E
     )
     reached, accepted = reached.astype(bool), accepted.astype(bool)
     positions = tuple(
-        EntropyPosition(
-            _mean(entropy[slot == k]),
-            _mean(entropy[(slot == k) & reached & accepted]),
-            _mean(entropy[(slot == k) & reached & ~accepted]),
-            int((slot == k).sum()),
-        )
+        _entropy_position(entropy, slot == k, reached, accepted, owner)
         for k in range(max((len(r.entropy) for r in rounds), default=0))
     )
     which = np.searchsorted(edges, entropy, side="right")
     bins = tuple(
-        _entropy_bin(low, high, which == index, reached, accepted)
+        _entropy_bin(low, high, which == index, reached, accepted, owner)
         for index, (low, high) in enumerate(zip((0.0, *edges), (*edges, None), strict=True))
     )
     return EntropyProfile(positions, bins)
 
 
+def _entropy_position(
+    entropy: np.ndarray,
+    here: np.ndarray,
+    reached: np.ndarray,
+    accepted: np.ndarray,
+    owner: np.ndarray,
+) -> EntropyPosition:
+    right, wrong = here & reached & accepted, here & reached & ~accepted
+    return EntropyPosition(
+        _mean(entropy[here]),
+        _mean(entropy[right]),
+        _mean(entropy[wrong]),
+        int(here.sum()),
+        int(right.sum()),
+        int(wrong.sum()),
+        few=len(np.unique(owner[here & reached])) < MIN_PROMPTS,
+    )
+
+
 def _entropy_bin(
-    low: float, high: float | None, inside: np.ndarray, reached: np.ndarray, accepted: np.ndarray
+    low: float,
+    high: float | None,
+    inside: np.ndarray,
+    reached: np.ndarray,
+    accepted: np.ndarray,
+    owner: np.ndarray,
 ) -> EntropyBin:
-    judged = int((inside & reached).sum())
+    size = int(owner.max(initial=-1)) + 1
+    judged = np.bincount(owner[inside & reached], minlength=size)
+    found = share_of(np.bincount(owner[inside & accepted], minlength=size).tolist(),
+                     judged.tolist())  # fmt: skip
     return EntropyBin(
         low=low,
         high=high,
         drafted=int(inside.sum()),
         share=float(inside.mean()) if len(inside) else 0.0,
-        reached=judged,
-        acceptance=int((inside & accepted).sum()) / judged if judged else None,
+        reached=int(judged.sum()),
+        acceptance=found.value,
+        acceptance_ci95=found.ci95,
+        n_prompts=found.n_prompts,
+        few=found.few,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -125,7 +125,7 @@ def summarize(timings: Sequence[PromptTimings], *, seed: int) -> dict[str, Any]:
         "sibling_rate": metrics.sibling_rate(rounds),
         "rows_per_round": metrics.rows_per_round(rounds),
         "levels": outcomes.level_shares(rounds),
-        "bands": outcomes.band_table(rounds),
+        "bands": outcomes.band_table(by_prompt),
         "break_even": break_even(rounds, plain_rate),
         **metrics.round_times_ms(rounds),
         "host_syncs_per_token": None,  # nothing counts them in this loop
@@ -159,6 +159,10 @@ def details(timings: Sequence[PromptTimings], *, seed: int) -> dict[str, Any]:
         "speedup_with_prefill": _finite(fast_all / plain_all),
         "plain_ms_per_token": _finite(step_ms),
         "prefix_survival": metrics.prefix_survival(rounds),
+        "positions": {
+            name: [asdict(value) for value in found]
+            for name, found in metrics.position_estimates(by_prompt, seed=seed).items()
+        },
         "accepted_length_percentiles": metrics.accepted_length_percentiles(by_prompt),
         "accepted_length_without_loops": metrics.accepted_length_without_loops(answers),
         "loop_share": metrics.loop_share([g.tokens for g in answers]),

@@ -135,7 +135,7 @@ def _acceptance(
     found = metrics.estimates([conversation.answers for conversation in held], seed=seed)
     positions = metrics.position_estimates(by_prompt, seed=seed)
     chain = run.drafted.method == "token"  # block verification of a cut block judges otherwise
-    curve = sweeps.threshold_curve(rounds) if chain else None
+    curve = sweeps.threshold_curve(by_prompt) if chain else None
     return {
         "accepted_length_without_bonus": metrics.accepted_length_without_bonus(rounds),
         "block_efficiency": found["block_efficiency"].value,
@@ -144,13 +144,16 @@ def _acceptance(
         "accepted_length_percentiles": metrics.accepted_length_percentiles(by_prompt),
         "estimates": {name: asdict(value) for name, value in found.items()},
         "positions": {k: [asdict(value) for value in v] for k, v in positions.items()},
+        "level_estimates": {
+            name: asdict(value) for name, value in outcomes.level_estimates(by_prompt).items()
+        },
         "context_buckets": [asdict(bucket) for bucket in buckets],
-        "entropy": asdict(profiles.entropy_profile(rounds)),
+        "entropy": asdict(profiles.entropy_profile(by_prompt)),
         "lengths_by_entropy": lengths_by_entropy(rounds),
         "thresholds": None if curve is None else [asdict(point) for point in curve],
         "goodput": None
         if run.cost is None or not chain
-        else [asdict(point) for point in sweeps.goodput(rounds, run.cost)],
+        else [asdict(point) for point in sweeps.goodput(by_prompt, run.cost)],
     }
 
 

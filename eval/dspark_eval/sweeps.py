@@ -14,12 +14,8 @@ from dataclasses import dataclass, replace
 
 from dspark.runtime.cost_model import CostModel
 from dspark.runtime.records import RoundRecord
-from dspark_eval.metrics import (
-    Rounds,
-    acceptance_rate,
-    acceptance_rate_with_bonus,
-    accepted_length,
-)
+from dspark_eval.intervals import Estimate, Interval, estimate
+from dspark_eval.metrics import FIGURES, Rounds, acceptance_rate, acceptance_rate_with_bonus, pool
 
 THRESHOLDS = tuple(round(0.1 * step, 1) for step in range(10))
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
@@ -38,18 +34,21 @@ class Threshold:
     acceptance_rate: float | None
     acceptance_rate_with_bonus: float | None
     rounds: int
+    n_prompts: int
+    accepted_length_ci95: Interval | None
+    few: bool
 
 
 def threshold_curve(
-    rounds: Rounds, thresholds: Sequence[float] = THRESHOLDS
+    by_prompt: Sequence[Rounds], thresholds: Sequence[float] = THRESHOLDS
 ) -> list[Threshold] | None:
     """Tokens per round by confidence threshold: the DSpark paper's Fig. 5.
 
     L is the run of leading c_k >= threshold. Threshold 0 is the run itself. None without a
     confidence head, or without a whole chain.
     """
-    whole = [r for r in rounds if r.confidence and _is_whole(r)]
-    if not whole:
+    whole = [[r for r in rounds if r.confidence and _is_whole(r)] for rounds in by_prompt]
+    if not any(whole):
         return None
     return [_at_threshold(whole, threshold) for threshold in thresholds]
 
@@ -61,17 +60,21 @@ def _is_whole(record: RoundRecord) -> bool:
     return chain and (record.verified == record.drafted or ended)
 
 
-def _at_threshold(rounds: Rounds, threshold: float) -> Threshold:
-    cut = [_cut(record, threshold) for record in rounds]
-    length, rate = accepted_length(cut), acceptance_rate(cut)
-    assert length is not None
+def _at_threshold(by_prompt: Sequence[Rounds], threshold: float) -> Threshold:
+    held = [[_cut(record, threshold) for record in rounds] for rounds in by_prompt]
+    counts, cut = [FIGURES["accepted_length"](rounds) for rounds in held], pool(held)
+    length = estimate(*map(list, zip(*counts, strict=True)))
+    assert length.value is not None
     return Threshold(
         threshold,
         sum(r.verified for r in cut) / len(cut),
-        length,
-        rate,
+        length.value,
+        acceptance_rate(cut),
         acceptance_rate_with_bonus(cut),
         len(cut),
+        length.n_prompts,
+        length.ci95,
+        length.few,
     )
 
 
@@ -96,7 +99,8 @@ class Goodput:
 
     plain and speculative are totals; the same per user is the total over `concurrency`. `speedup`
     below 1: at this concurrency plain decoding is faster. `draft_length`: the length that the
-    figure is for.
+    figure is for. The interval of the speed-up is that of tau(L) over prompts, step times and L
+    taken as known.
     """
 
     concurrency: int
@@ -105,10 +109,14 @@ class Goodput:
     speedup: float
     draft_length: int
     measured_times: bool
+    rounds: int
+    n_prompts: int
+    speedup_ci95: Interval | None
+    few: bool
 
 
 def goodput(
-    rounds: Rounds, cost: CostModel, concurrency: Sequence[int] = CONCURRENCY
+    by_prompt: Sequence[Rounds], cost: CostModel, concurrency: Sequence[int] = CONCURRENCY
 ) -> list[Goodput]:
     """Goodput against concurrency, from accepted length and a measured step-time curve.
 
@@ -122,21 +130,32 @@ def goodput(
     largest batch of the curve; `measured_times`: the batch is one of the curve's own, else its
     times are interpolated. Empty if no round verified a block.
     """
-    whole = [r for r in rounds if r.drafted and _is_whole(r)]
-    longest = max((r.drafted for r in whole), default=0)
-    whole = [r for r in whole if r.drafted == longest]
+    whole = [[r for r in rounds if r.drafted and _is_whole(r)] for rounds in by_prompt]
+    longest = max((r.drafted for r in pool(whole)), default=0)
+    whole = [[r for r in rounds if r.drafted == longest] for rounds in whole]
     lengths = {length: _tau(whole, length) for length in range(1, longest + 1)}
     sizes = [costs.batch for costs in cost.batches]
     found = []
     for batch in (b for b in concurrency if lengths and min(sizes) <= b <= max(sizes)):
         plain = batch / cost.plain_s(batch)
-        rates = {g: batch * tau / cost.round_s(g, 1 + g, batch) for g, tau in lengths.items()}
-        best = max(rates, key=lambda g: rates[g])
-        faster = rates[best] / plain
-        found.append(Goodput(batch, plain, rates[best], faster, best, batch in sizes))
+        # tokens per second for each token that a round gives
+        paces = {g: batch / cost.round_s(g, 1 + g, batch) for g in lengths}
+        best = max(paces, key=lambda g: paces[g] * (lengths[g].value or 0))
+        tau, faster = lengths[best], paces[best] / plain
+        assert tau.value is not None
+        bounds = tau.ci95 and (faster * tau.ci95[0], faster * tau.ci95[1])
+        found.append(
+            Goodput(
+                batch, plain, paces[best] * tau.value, faster * tau.value, best, batch in sizes,
+                int(tau.n), tau.n_prompts, bounds, tau.few,
+            )
+        )  # fmt: skip
     return found
 
 
-def _tau(rounds: Rounds, length: int) -> float:
+def _tau(by_prompt: Sequence[Rounds], length: int) -> Estimate:
     """Accepted length of whole blocks, each cut after `length` tokens."""
-    return sum(length + 1 if length < r.accepted else r.emitted for r in rounds) / len(rounds)
+    return estimate(
+        [sum(length + 1 if length < r.accepted else r.emitted for r in own) for own in by_prompt],
+        [len(own) for own in by_prompt],
+    )
