@@ -94,6 +94,37 @@ def test_what_it_starts_does_not_outlive_it(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans come to the watcher on Linux")
+@pytest.mark.parametrize("ending", ["", "while True: pass"])
+def test_sessions_of_their_own_do_not_save_its_children(tmp_path: Path, ending: str) -> None:
+    """A child in a new session, and a grandchild whose parent is gone, with the program at its end
+    and over its time: both would write a mark after three seconds."""
+    marks = [tmp_path / "child", tmp_path / "grandchild"]
+    late = [f"import time; time.sleep(3); open({str(mark)!r}, 'w')" for mark in marks]
+    start = "subprocess.Popen([sys.executable, '-c', {!r}], start_new_session=True)"
+    orphan = f"import subprocess, sys; {start.format(late[1])}"
+    lines = ["import subprocess, sys", start.format(late[0]), f"{start.format(orphan)}.wait()"]
+    limits = replace(SHORT, seconds=2)
+    done = run_tests(fenced("\n".join([*lines, ending])), "pass", limits=limits)
+    assert done == ("timeout" if ending else "passed")
+    time.sleep(3.5)
+    assert not any(mark.exists() for mark in marks)
+
+
+@pytest.mark.parametrize(
+    "place", ["open(__file__).read()", "' '.join(sys.argv)", "str(os.environ)"]
+)
+def test_what_is_to_be_printed_last_stands_nowhere_to_be_read(place: str) -> None:
+    """A program that ends in `print('NONCE')` would give it away: the last word in quotes."""
+    lines = (
+        "import os, sys",
+        f"print((['', ''] + {place}.split(chr(39)))[-2])",
+        "sys.stdout.flush()",
+        "os._exit(0)",
+    )
+    assert run_tests(fenced("\n".join(lines)), TESTS, limits=SHORT) == "failed"
+
+
 def test_nothing_of_ours_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "x")
     code = "import os\ndef f(x):\n    return 2 if 'SECRET_TOKEN' not in os.environ else 0"

@@ -1,13 +1,16 @@
 """Does a program that a model wrote pass its tests? Run in a process of its own, within limits.
 
-    program = setup + code of the answer + tests + print(nonce)
+    program = setup + code of the answer + tests
 
 The answer's code is its first fenced Python block that defines something, else its first block;
 without a block the whole text, if it defines something. It passes if the process ends with status
-0 and prints the nonce last, which comes after the tests: code that leaves early does not pass.
+0 and a nonce is printed last, which the process that runs the program does once the tests are
+through (`code_child`): code that leaves early does not pass. The nonce stands in no file, argument
+or environment; code that searches the interpreter's frames for it would find it.
 
 Limits: wall clock and CPU seconds, address space, size of files, processes, no core dump; an empty
-environment, an empty folder that is removed, no input, a process group that is killed as a whole.
+environment, an empty folder that is removed, no input. Whatever the program started is killed at
+its end: on Linux all its descendants, sessions of their own or not, elsewhere its process group.
 The kernel counts processes by user and lets root have any number.
 THIS IS NO SANDBOX: the code can read what this user can read and use the network. It runs only
 where it is asked for (`--run-code`), and belongs in a container or a virtual machine.
@@ -30,6 +33,9 @@ from typing import Literal
 
 Result = Literal["passed", "failed", "timeout", "no code"]
 
+_CHILD = Path(__file__).with_name("code_child.py")
+_PATIENCE = 15
+"""Seconds beyond its limit after which the watching process itself is given up."""
 _FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("", "py", "python", "python3")
 
@@ -84,61 +90,42 @@ def run_tests(
     if entry_point and entry_point not in names and len(names) == 1:
         renamed = f"{entry_point} = {names[0]}\n"
     nonce = secrets.token_hex(16)
-    program = f"{setup}\n{code}\n{renamed}\n{tests}\nprint({nonce!r})\n"
+    program = f"{setup}\n{code}\n{renamed}\n{tests}\n"
     with tempfile.TemporaryDirectory() as folder:
         return _run(program, nonce, Path(folder), limits or Limits())
 
 
 def _run(program: str, nonce: str, folder: Path, limits: Limits) -> Result:
-    path, output = folder / "program.py", folder / "output.txt"
+    work = folder / "work"
+    work.mkdir()
+    path, output = work / "program.py", folder / "output.txt"
     path.write_text(program, encoding="utf-8")
-    with output.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _LIMITED, *map(str, _numbers(limits)), str(path)],
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.DEVNULL,
-            cwd=folder,
-            env={"PATH": os.defpath, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-        try:
-            status = process.wait(timeout=limits.seconds)
-        except subprocess.TimeoutExpired:
-            return "timeout"
-        finally:
-            _kill_group(process)
-    said = output.read_bytes().decode(errors="replace")
-    if status in (-signal.SIGXCPU, -signal.SIGKILL):  # which of them, the kernel decides
+    numbers = (limits.seconds, limits.memory, limits.file_bytes, limits.processes)
+    process = subprocess.Popen(
+        [sys.executable, "-I", str(_CHILD), *map(str, (*numbers, path, output))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=work,
+        env={"PATH": os.defpath, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+        text=True,
+    )
+    try:
+        said, _ = process.communicate(f"{nonce}\n", timeout=limits.seconds + _PATIENCE)
+    except subprocess.TimeoutExpired:
         return "timeout"
-    return "passed" if status == 0 and nonce in said.splitlines()[-1:] else "failed"
+    finally:
+        _end(process)
+    # which of the two signals, the kernel decides
+    if said.strip() in ("timeout", str(-signal.SIGXCPU), str(-signal.SIGKILL)):
+        return "timeout"
+    written = output.read_bytes().decode(errors="replace") if output.exists() else ""
+    return "passed" if said.strip() == "0" and nonce in written.splitlines()[-1:] else "failed"
 
 
-def _numbers(limits: Limits) -> tuple[int, int, int, int]:
-    return limits.seconds, limits.memory, limits.file_bytes, limits.processes
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """End the program and whatever it started."""
-    with suppress(ProcessLookupError, PermissionError):  # all gone already
+def _end(process: subprocess.Popen[str]) -> None:
+    """End the watching process, should it still run."""
+    with suppress(ProcessLookupError, PermissionError):  # gone already
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-# Limits are set in the child, before the program: nothing runs between fork and exec in ours.
-_LIMITED = """
-import resource, runpy, sys
-seconds, memory, size, processes = map(int, sys.argv[1:5])
-for name, value in (
-    ("RLIMIT_CPU", seconds), ("RLIMIT_AS", memory), ("RLIMIT_FSIZE", size),
-    ("RLIMIT_NPROC", processes), ("RLIMIT_CORE", 0),
-):
-    kind = getattr(resource, name, None)
-    if kind is None:
-        continue
-    hard = resource.getrlimit(kind)[1]
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(kind, (value, value))
-sys.argv = [sys.argv[5]]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
