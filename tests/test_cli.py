@@ -231,7 +231,8 @@ def test_every_option_of_eval_arrives(run: Run, caught: dict[str, Any]) -> None:
         "--draft-length 5 --temperature 0.5 --top-p 0.9 --top-k 4 --seed 7 --threads 1 "
         "--policy auto --bands --high 0.8 --low 0.2 --siblings 1 --verification block "
         "--cost-model c.json --profile "
-        "--suite-dir . --turns 2 --plain 4 --no-check --run-code --concurrency 1 4 --rounds r.jsonl "
+        "--suite-dir . --turns 2 --plain 4 --no-check --run-code --concurrency 1 4 "
+        "--rounds r.jsonl "
         "--device cuda --dtype bfloat16 --out o --json"
     )
     code, out, _ = run("eval", *args.split())

@@ -151,7 +151,11 @@ def test_a_file_is_known_by_what_it_holds(tmp_path: Path) -> None:
     atomic_write_json(tmp_path / "any.json", HISTORY)
     atomic_write_json(tmp_path / "config.json", {"hidden_size": 3})
     assert [item.path.name for item in find(tmp_path)] == ["any.json"]
-    assert find(tmp_path / "any.json")[0].value == {"history": HISTORY, "settings": None}
+    assert find(tmp_path / "any.json")[0].value == {
+        "history": HISTORY,
+        "settings": None,
+        "environment": None,
+    }
 
 
 # ------------------------------------------------------------------ what is refused
