@@ -21,6 +21,7 @@ from dspark_eval.suites import Suite, draw_rows, load_suites
 from tests.tiny_pair import BLOCK_SIZE, TinyPair, write_pair
 
 EVALUATION_KEYS = {
+    "level_estimates",
     "n_rounds", "n_turns", "prompts_available", "prompts_sha256", "prefix_survival",
     "accepted_length_without_bonus", "block_efficiency", "draft_share",
     "accepted_length_percentiles", "loop_share", "accepted_length_without_loops",
