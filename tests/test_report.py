@@ -19,8 +19,8 @@ from dspark_eval.calibrate import run_calibrate
 from dspark_eval.reporting import build, find, run_report
 from dspark_eval.reporting.acceptance import verdict
 from dspark_eval.reporting.blocks import Notes, Table
-from dspark_eval.reporting.cost import throughput
 from dspark_eval.reporting.sources import find_all
+from dspark_eval.reporting.throughput import throughput
 from dspark_eval.settings import BenchOptions, CalibrateOptions, EvalOptions
 from dspark_eval.study.table import TABLE_FILE, build_table
 from tests.report_documents import (

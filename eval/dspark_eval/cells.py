@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 NOT_MEASURED = "-"
 
@@ -25,3 +26,12 @@ def percent(value: float | None) -> str:
 def interval(bounds: Sequence[float] | None) -> str:
     """A confidence interval; nothing for none."""
     return "" if bounds is None else f"[{bounds[0]:.2f}, {bounds[1]:.2f}]"
+
+
+def percent_of(found: Mapping[str, Any] | None) -> str:
+    """A share and its interval, as the JSON of an estimate has them."""
+    if found is None or found["value"] is None:
+        return NOT_MEASURED
+    bounds = found["ci95"]
+    inside = "" if bounds is None else f" [{100 * bounds[0]:.1f}, {100 * bounds[1]:.1f}]"
+    return percent(found["value"]) + inside

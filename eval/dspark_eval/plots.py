@@ -36,7 +36,7 @@ def plot_bench(runs: Sequence[Run], path: Path) -> None:
     speed, position, split = figure.subplots(1, 3, width_ratios=(1.1, 1.1, 1))
     first = runs[0]
     draw_speed(speed, runs)
-    curves = {f"temperature {run['temperature']:g}": run for run in runs}
+    curves = {f"temperature {run['temperature']:g}": {**run, **run["extra"]} for run in runs}
     draw_positions(position, curves)
     draw_split(split, runs)
     figure.suptitle(
@@ -104,43 +104,64 @@ def draw_speed(axes: Axes, runs: Sequence[Run]) -> None:
 
 
 def draw_positions(axes: Axes, curves: Mapping[str, Run]) -> None:
-    """A line for each curve; the accepted length of a run that has one stands in the legend."""
+    """A line for each curve; the accepted length of a run that has one stands in the legend.
+    Shaded: 95 %; hollow: too few prompts for it to be relied on."""
     longest = 1
     for index, (label, run) in enumerate(curves.items()):
         chances = run["conditional_acceptance"]
         longest = max(longest, len(chances))
         tau = run["accepted_length"]
-        _shade(axes, run, SERIES[index % len(SERIES)])
-        axes.plot(
-            range(1, len(chances) + 1),
-            [float("nan") if value is None else value for value in chances],
-            color=SERIES[index % len(SERIES)],
-            marker=MARKERS[index % len(MARKERS)],
-            label=label if tau is None else f"{label}: accepted length {tau:.2f}",
-            clip_on=False,
-        )
+        shown = label if tau is None else f"{label}: accepted length {tau:.2f}"
+        draw_sure(axes, index, list(enumerate(chances, start=1)), shown, position_bounds(run))
     axes.set_xticks(range(1, longest + 1))
     axes.set_xlim(0.5, longest + 0.5)
     axes.set_ylim(0, 1.02)
     axes.set_xlabel("draft position")
     axes.set_ylabel("P(accepted | all before accepted)")
     axes.set_title("Conditional acceptance", fontsize=10)
-    axes.legend(loc="best", frameon=False, fontsize=8)
+    legend_below(axes)
     tidy(axes)
 
 
-def _shade(axes: Axes, run: Run, colour: str) -> None:
-    """The 95 % interval of each position, where the run has one."""
-    known = [
-        (place, *estimate["ci95"])
-        for place, estimate in enumerate(
-            run.get("positions", {}).get("conditional_acceptance", ()), start=1
-        )
-        if estimate["ci95"] is not None
-    ]
+Bounds = Sequence[tuple[Sequence[float] | None, bool]]
+"""Of each point its 95 % interval, and whether too few prompts stand behind it."""
+
+
+def position_bounds(run: Run) -> Bounds:
+    """Of conditional acceptance; empty for a run that has none."""
+    found = run.get("positions", {}).get("conditional_acceptance", ())
+    return [(estimate["ci95"], estimate.get("few", False)) for estimate in found]
+
+
+def draw_sure(
+    axes: Axes,
+    index: int,
+    points: Sequence[tuple[float, float | None]],
+    label: str,
+    bounds: Bounds = (),
+) -> None:
+    """The line of one series through (x, y) points, gaps where y is None; its shade and marks say
+    how sure it is."""
+    colour, marker = SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]
+    bounds = [*bounds, *[(None, False)] * (len(points) - len(bounds))]
+    known = [(x, *ci) for (x, _), (ci, _) in zip(points, bounds, strict=True) if ci is not None]
     if known:
         places, low, high = zip(*known, strict=True)
         axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
+    y = [float("nan") if value is None else value for _, value in points]
+    axes.plot([x for x, _ in points], y, color=colour, linewidth=1.3)
+    for few, fill in ((False, "full"), (True, "none")):
+        own = [(x, v) for (x, v), (_, f) in zip(points, bounds, strict=True) if f is few]
+        known_own = [point for point in own if point[1] is not None]
+        if known_own:
+            axes.plot(*zip(*known_own, strict=True), color=colour, marker=marker, linestyle="",
+                      markersize=4.5, fillstyle=fill, clip_on=False)  # fmt: skip
+    axes.plot([], [], color=colour, marker=marker, markersize=4.5, linewidth=1.3, label=label)
+
+
+def legend_below(axes: Axes) -> None:
+    """Where it hides no curve."""
+    axes.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16))
 
 
 def draw_split(axes: Axes, runs: Sequence[Run]) -> None:

@@ -214,8 +214,8 @@ def print_calibration(document: dict[str, Any], path: str, console: Console | No
             f"temperature {report['temperature']:g}: {counted(report['rounds'], 'round')} of "
             f"{counted(report['prompts'], 'prompt')}; average after "
             f"{percent(report['average_ece_after'])} "
-            f"{_percent_interval(report['average_ece_after_ci95'])}; AUC by slot "
-            f"{' '.join(number(value, 2) for value in report['auc'])}",
+            f"{_percent_interval(report['average_ece_after_ci95'])}; AUC by slot, and of how many "
+            f"rounds how many survived: {_auc_words(report)}",
         )
         for line in stops_lines(report):
             say(console, line)
@@ -227,6 +227,17 @@ def print_calibration(document: dict[str, Any], path: str, console: Console | No
     for warning in document["warnings"]:
         say(console, f"warning: {warning}")
     say(console, f"written to {path}")
+
+
+def _auc_words(report: dict[str, Any]) -> str:
+    """An area under a curve is as sure as the rarer of the two kinds is frequent."""
+    counts = [
+        (sum(slot["after"]["rounds"]), sum(slot["after"]["survived"])) for slot in report["diagram"]
+    ]
+    return ", ".join(
+        f"{number(value, 2)} ({survived:.0f} of {judged:.0f})"
+        for value, (judged, survived) in zip(report["auc"], counts, strict=True)
+    )
 
 
 def _add_setting(table: Table, report: dict[str, Any]) -> None:

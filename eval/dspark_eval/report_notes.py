@@ -50,7 +50,10 @@ def outcome_lines(run: Mapping[str, Any], name: str) -> Iterator[str]:
 
 def _band(band: str, found: Mapping[str, Any]) -> str:
     rate = found["acceptance"]
-    what = "never reached" if rate is None else f"accepted {percent(rate)}"
+    what = "never reached"
+    if rate is not None:
+        few = f", few: of {counted(found['n_prompts'], 'prompt')}" * found["few"]
+        what = f"accepted {percent(rate)} of {found['reached']}{few}"
     return f"{band} {percent(found['share'])} ({what})"
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from dspark.runtime.cost_model import CostModel
 from dspark.runtime.records import RoundRecord
-from dspark_eval.intervals import Estimate, Interval, estimate
-from dspark_eval.metrics import FIGURES, Rounds, acceptance_rate, acceptance_rate_with_bonus, pool
+from dspark_eval.intervals import Estimate, Interval, estimate, share_of
+from dspark_eval.metrics import FIGURES, Rounds, acceptance_rate_with_bonus, pool
 
 THRESHOLDS = tuple(round(0.1 * step, 1) for step in range(10))
 CONCURRENCY = (1, 2, 4, 8, 16, 32, 64)
@@ -36,6 +36,7 @@ class Threshold:
     rounds: int
     n_prompts: int
     accepted_length_ci95: Interval | None
+    acceptance_rate_ci95: Interval | None
     few: bool
 
 
@@ -62,18 +63,20 @@ def _is_whole(record: RoundRecord) -> bool:
 
 def _at_threshold(by_prompt: Sequence[Rounds], threshold: float) -> Threshold:
     held = [[_cut(record, threshold) for record in rounds] for rounds in by_prompt]
-    counts, cut = [FIGURES["accepted_length"](rounds) for rounds in held], pool(held)
-    length = estimate(*map(list, zip(*counts, strict=True)))
+    length = estimate([sum(r.emitted for r in own) for own in held], [len(own) for own in held])
+    rate = share_of(*zip(*map(FIGURES["acceptance_rate"], held), strict=True))
+    cut = pool(held)
     assert length.value is not None
     return Threshold(
         threshold,
         sum(r.verified for r in cut) / len(cut),
         length.value,
-        acceptance_rate(cut),
+        rate.value,
         acceptance_rate_with_bonus(cut),
         len(cut),
         length.n_prompts,
         length.ci95,
+        rate.ci95,
         length.few,
     )
 

@@ -8,7 +8,7 @@ protocol it was measured by.
     OUT/report.md      the same as Markdown
     OUT/NN-*.png       the pictures
 
-    sources    finds the files          speed, acceptance, confidence, cost, training: a section
+    sources    finds the files          speed, acceptance, confidence, cost, ...: a section
     blocks     what sections are of     for each kind; headline: what draws on all of them
     figures    what they look like      markdown, page: the writers
 """
@@ -23,7 +23,7 @@ import dspark
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, atomic_write_text
 from dspark_eval.environment import git_revision
-from dspark_eval.reporting import cost, headline, markdown, page
+from dspark_eval.reporting import headline, markdown, page, throughput
 from dspark_eval.reporting.blocks import Section, block_json
 from dspark_eval.reporting.sources import REPORT_KIND, Found, as_written, find, find_all
 
@@ -72,10 +72,10 @@ def build(found: Sequence[Found]) -> list[Section]:
     for item in found:  # each alone, so that the one that is not as it should be has a name
         with as_written(item.path):
             headline.headline([item])
-            cost.throughput([(item.kind.name, item.value)])
+            throughput.throughput([(item.kind.name, item.value)])
             headline.origin([item])
     measured = [(item.kind.name, item.value) for item in found]
-    first, rates = headline.headline(found), cost.throughput(measured)
+    first, rates = headline.headline(found), throughput.throughput(measured)
     return [
         *([first] if first else []),
         *sections,

@@ -7,14 +7,15 @@ from functools import partial
 from typing import Any
 
 from dspark.wording import counted
-from dspark_eval.cells import NOT_MEASURED, interval, number, percent
+from dspark_eval.cells import NOT_MEASURED, interval, number, percent, percent_of
 from dspark_eval.plots import draw_positions
 from dspark_eval.report_notes import policy_words
 from dspark_eval.reporting import words
 from dspark_eval.reporting.blocks import Block, Picture, Prose, Section, notes, table
-from dspark_eval.reporting.figures import draw_curves, panel
+from dspark_eval.reporting.figures import draw_curves, panel, with_legend
+from dspark_eval.reporting.outcomes import outcome_tables, positions_table, task_cell
 from dspark_eval.reporting.speed import round_blocks
-from dspark_eval.reporting.words import labels, machine, positions_alt
+from dspark_eval.reporting.words import HOW_SURE, labels, machine, positions_alt
 
 Suites = Mapping[str, Mapping[str, Any]]
 
@@ -43,22 +44,19 @@ def _evaluation(value: Mapping[str, Any]) -> Iterator[Block]:
          "accepted drafts", "loops", "exact answers", "exact, plain", "lossless check"),
         (_suite_row(name, suite) for name, suite in suites.items()),
     )  # fmt: skip
-    longest = max(len(suite["conditional_acceptance"]) for suite in suites.values())
-    yield table(
-        "Conditional acceptance by draft position",
-        ("prompt set", *map(str, range(1, longest + 1))),
-        (
-            (name, *(number(c, 2) for c in _padded(suite["conditional_acceptance"], longest)))
-            for name, suite in suites.items()
-        ),
-    )
+    yield positions_table(suites)
+    yield from outcome_tables(suites)
     yield from notes(value["warnings"])
     yield Picture(
         "acceptance",
-        "Chance that a draft is accepted once all before it were, by its position. Shaded: 95 % "
-        "over prompts.",
+        f"Chance that a draft is accepted once all before it were, by its position. {HOW_SURE}",
         positions_alt(suites),
-        partial(panel, partial(draw_positions, curves=_named(suites)), title=setting),
+        partial(
+            panel,
+            partial(draw_positions, curves=_named(suites)),
+            title=setting,
+            size=with_legend(len(suites)),
+        ),
     )
     yield from _thresholds(suites, setting)
     yield from round_blocks({name: {**suite} for name, suite in suites.items()})
@@ -74,19 +72,26 @@ def _named(suites: Suites) -> dict[str, Any]:
 
 
 def _suite_row(name: str, suite: Mapping[str, Any]) -> Sequence[str]:
+    sure = suite.get("estimates", {})
     return (
         name,
         str(suite["n_prompts"]),
         str(suite["n_rounds"]),
         f"{number(suite['accepted_length'], 2)} {interval(suite['accepted_length_ci95'])}",
         number(suite.get("accepted_length_without_bonus"), 2),
-        number(suite["accepted_length_without_loops"], 2),
-        percent(suite["acceptance_rate"]),
-        percent(suite["loop_share"]),
-        percent(suite["exact_answers"]),
-        percent(((suite.get("plain") or {}).get("task") or {}).get("value")),
+        f"{number(suite['accepted_length_without_loops'], 2)} "
+        f"{interval((sure.get('accepted_length_without_loops') or {}).get('ci95'))}".strip(),
+        percent_of(sure.get("acceptance_rate") or _alone(suite["acceptance_rate"])),
+        percent_of(sure.get("loop_share") or _alone(suite["loop_share"])),
+        task_cell(suite["task"]) if suite.get("task") else percent(suite["exact_answers"]),
+        task_cell((suite.get("plain") or {}).get("task")),
         verdict(suite.get("lossless")),
     )
+
+
+def _alone(value: float | None) -> Mapping[str, Any]:
+    """A share of a file that does not tell how sure it is."""
+    return {"value": value, "ci95": None}
 
 
 def verdict(lossless: Mapping[str, Any] | None) -> str:
@@ -94,10 +99,6 @@ def verdict(lossless: Mapping[str, Any] | None) -> str:
     if lossless is None or lossless["passed"] is None:
         return NOT_MEASURED
     return f"{'passed' if lossless['passed'] else 'FAILED'}\n{lossless['tokens']} tokens"
-
-
-def _padded(values: Sequence[float | None], size: int) -> list[float | None]:
-    return [*values, *[None] * (size - len(values))]
 
 
 def _thresholds(suites: Suites, setting: str) -> Iterator[Picture]:
@@ -114,15 +115,19 @@ def _thresholds(suites: Suites, setting: str) -> Iterator[Picture]:
             ]
             for name, points in found.items()
         }
+        bounds = {
+            label: [(point.get(f"{key}_ci95"), point.get("few", False)) for point in points]
+            for label, points in zip(curves, found.values(), strict=True)
+        }
         if curves:
             axis, share = "confidence threshold of a cut", key == "acceptance_rate"
-            drawn = partial(draw_curves, curves=curves, x=axis, y=what, share=share)
+            drawn = partial(draw_curves, curves=curves, x=axis, y=what, share=share, bounds=bounds)
             yield Picture(
                 f"threshold-{key.split('_')[0]}",
                 f"Threshold sweep: {what} of the same rounds, cut at the first draft whose "
-                "confidence is below.",
+                f"confidence is below. {HOW_SURE}",
                 _curves_alt(curves),
-                partial(panel, drawn, title=setting),
+                partial(panel, drawn, title=setting, size=with_legend(len(curves))),
             )
 
 

@@ -15,11 +15,11 @@ from dspark_eval.baselines.table import SCHEMA_VERSION
 from dspark_eval.baselines.table_text import equal, rate_table, rate_title, setting_table
 from dspark_eval.cells import number
 from dspark_eval.compare_table import markdown
-from dspark_eval.plots import BLUE, GREY, MARKERS, SERIES, tidy
+from dspark_eval.plots import BLUE, GREY, MARKERS, SERIES, position_bounds, tidy
 from dspark_eval.real_text.table import tables
 from dspark_eval.reporting.blocks import Block, Picture, Prose, Section, from_markdown, notes
-from dspark_eval.reporting.figures import PANEL, draw_curves, panel
-from dspark_eval.reporting.words import label, labels, machine, name, names
+from dspark_eval.reporting.figures import PANEL, draw_curves, panel, with_legend
+from dspark_eval.reporting.words import HOW_SURE, label, labels, machine, name, names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,21 +77,24 @@ def _pictures(index: int, suite: str, found: Entry, caption: str) -> Iterator[Pi
         for entry in entries
         if entry["conditional_acceptance"]
     }
+    sure = {legend[short[entry["name"]]]: position_bounds(entry) for entry in entries}
     drawn = partial(
         draw_curves,
         curves=curves,
+        bounds=sure,
         x="draft position",
         y="P(accepted | all before accepted)",
         share=True,
     )
     yield Picture(
         f"compare-positions-{index}",
-        f"{caption}: chance that a draft is accepted once all before it were, by its position.",
+        f"{caption}: chance that a draft is accepted once all before it were, by its position. "
+        f"{HOW_SURE}",
         "; ".join(
             f"{who}: " + " ".join(number(chance, 2) for _, chance in points)
             for who, points in curves.items()
         ),
-        partial(panel, drawn, title=n),
+        partial(panel, drawn, title=n, size=with_legend(len(curves))),
     )
 
 
@@ -150,8 +153,9 @@ def draw_intervals(
         if bounds is not None:
             axes.plot(bounds, [place, place], color=GREY, linewidth=1.4)
         axes.plot(middle, place, MARKERS[place % len(MARKERS)], color=SERIES[place % len(SERIES)])
-        axes.annotate(f"{middle:.2f}", (middle, place), (0, 6), textcoords="offset points",
-                      ha="center", fontsize=8)  # fmt: skip
+        # in a column of their own, where no line runs through them
+        axes.annotate(f"{middle:.2f}", (1.02, place), xycoords=("axes fraction", "data"),
+                      va="center", fontsize=8, annotation_clip=False)  # fmt: skip
     if rows:
         axes.axvline(rows[0][1], color=BLUE, linewidth=0.8, linestyle="--", alpha=0.6)
     shown = labels([who for who, *_ in rows])

@@ -1,29 +1,26 @@
-"""Sections on step times: the cost model with its measured points, and what follows for a batch."""
+"""The section on step times: the cost model with its measured points, and what it asks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from dspark.runtime.cost_model import BatchCosts, CostModel, cost_model_from_dict, interpolate
 from dspark.wording import counted
-from dspark_eval.cells import number
-from dspark_eval.plots import BLUE, GREY, MARKERS, ORANGE, SERIES, tidy
+from dspark_eval.plots import GREY, MARKERS, SERIES, tidy
 from dspark_eval.reporting import words
 from dspark_eval.reporting.blocks import Block, Picture, Prose, Section, table
-from dspark_eval.reporting.figures import PANEL, panel
-from dspark_eval.reporting.words import label, machine
+from dspark_eval.reporting.figures import panel
+from dspark_eval.reporting.words import machine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 CURVE_POINTS = 60
-FILLS = ("full", "none", "left", "right")
 
 
 def cost_model(source: str, value: Any) -> Section:
@@ -133,157 +130,4 @@ def draw_break_even(axes: Axes, model: CostModel) -> None:
     axes.set_xlabel("draft length")
     axes.set_ylabel("accepted length to break even")
     axes.legend(frameon=False, fontsize=8)
-    tidy(axes)
-
-
-# ------------------------------------------------------------------ throughput
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Tokens per second of all requests together; `n` prompts of `origin` stand behind it."""
-
-    concurrency: int
-    plain: float
-    speculative: float
-    measured: bool
-    origin: str
-    n: int
-
-    @property
-    def named(self) -> str:
-        """For a legend."""
-        return f"{label(self.origin)}, n = {self.n}"
-
-
-def rates(kind: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Rate]]:
-    """What a document says of throughput, each with the machine and target it is of."""
-    if kind == "bench":
-        run = value.get("runs", [value])[0]
-        plain, fast = run["plain_tokens_per_s"], run["speculative_tokens_per_s"]
-        prompts, n = run["extra"]["prompts"], run["n_prompts"]
-        yield _of(run["target"], run), Rate(run["batch"], plain, fast, True, prompts, n)
-    elif kind == "frames":
-        for name, found in value["suites"].items():
-            plain, fast = (found[way]["tokens_per_s"] for way in ("plain", "speculative"))
-            rate = Rate(value["batch"], plain, fast, True, name, found["n_prompts"])
-            yield _of(value["target"], value), rate
-    elif kind == "eval":
-        for name, suite in value["suites"].items():
-            for key, measured in (("goodput", False), ("served", True)):
-                found = _points(suite.get(key) or (), measured, name, suite["n_prompts"])
-                yield from ((_of(value["target"], suite), rate) for rate in found)
-
-
-def _points(
-    points: Sequence[Mapping[str, Any]], measured: bool, origin: str, n: int
-) -> Iterator[Rate]:
-    for point in points:
-        plain, fast = point["plain"], point["speculative"]
-        if plain and fast:
-            yield Rate(point["concurrency"], plain, fast, measured, origin, n)
-
-
-def _of(target: str, holder: Mapping[str, Any]) -> str:
-    return f"{Path(target).name}, {machine(holder['environment'], short=True)}"
-
-
-def throughput(documents: Sequence[tuple[str, Mapping[str, Any]]]) -> Section | None:
-    """Total tokens per second against concurrency, over all documents; None without two points."""
-    groups: dict[str, list[Rate]] = {}
-    for kind, value in documents:
-        for name, rate in rates(kind, value):
-            groups.setdefault(name, []).append(rate)
-    groups = {
-        name: found for name, found in groups.items() if len({r.concurrency for r in found}) > 1
-    }
-    if not groups:
-        return None
-    blocks: list[Block] = [
-        Prose(
-            "Tokens per second of all requests together. Measured: whole runs. Modelled: accepted "
-            "length of recorded blocks over measured step times, at the draft length that is best "
-            "for that many requests."
-        )
-    ]
-    for number_, (name, found) in enumerate(groups.items(), 1):
-        ordered = sorted(found, key=lambda r: (r.concurrency, r.origin, r.measured))
-        blocks.append(
-            table(
-                f"Throughput against concurrency: {name}",
-                (
-                    "requests",
-                    "prompt set",
-                    "prompts",
-                    "plain, tokens/s",
-                    "speculative",
-                    "speed-up",
-                    "how",
-                ),
-                map(_rate_row, ordered),
-                texts=0,
-            )
-        )
-        blocks.append(
-            Picture(
-                f"throughput-{number_}",
-                f"Throughput against concurrency, {name}.",
-                "; ".join(
-                    f"{r.concurrency} requests: plain {r.plain:.0f}, speculative "
-                    f"{r.speculative:.0f}"
-                    for r in ordered
-                ),
-                partial(
-                    panel,
-                    partial(draw_throughput, found=ordered),
-                    title=name,
-                    size=(PANEL[0], 4.6),
-                ),
-            )
-        )
-    return Section("Throughput against concurrency", tuple(blocks))
-
-
-def _rate_row(rate: Rate) -> Sequence[str]:
-    return (
-        str(rate.concurrency),
-        rate.origin,
-        str(rate.n),
-        number(rate.plain, 1),
-        number(rate.speculative, 1),
-        f"{number(rate.speculative / rate.plain, 2)}x",
-        "measured" if rate.measured else "modelled",
-    )
-
-
-def draw_throughput(axes: Axes, found: Sequence[Rate]) -> None:
-    """Modelled values as lines, measured ones as marks."""
-    modelled = [rate for rate in found if not rate.measured]
-    measured = [rate for rate in found if rate.measured]
-    origins = list(dict.fromkeys(rate.named for rate in modelled))
-    for origin, line in zip(origins, ("-", "--", ":", "-.") * len(origins), strict=False):
-        own = [rate for rate in modelled if rate.named == origin]
-        for way, colour in (("plain", ORANGE), ("speculative", BLUE)):
-            if way == "plain" and origin != origins[0]:
-                continue  # plain decoding costs the same whatever is asked
-            axes.plot([r.concurrency for r in own], [getattr(r, way) for r in own], color=colour,
-                      linestyle=line, label=f"{way}, modelled"
-                      + (f" ({origin})" if way == "speculative" else ""))  # fmt: skip
-    origins = list(dict.fromkeys(rate.named for rate in measured))
-    for origin, fill in zip(
-        origins, ("full", "none", "left", "right") * len(origins), strict=False
-    ):
-        own = [rate for rate in measured if rate.named == origin]
-        for way, colour, marker in (("plain", ORANGE, "s"), ("speculative", BLUE, "o")):
-            axes.plot([r.concurrency for r in own], [getattr(r, way) for r in own], linestyle="",
-                      marker=marker, color=colour, fillstyle=fill,
-                      label=f"{way}, measured ({origin})")  # fmt: skip
-    ticks = sorted({rate.concurrency for rate in found})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("requests at once")
-    axes.set_ylabel("tokens per second, all requests")
-    axes.legend(frameon=False, fontsize=7.5, loc="upper center", bbox_to_anchor=(0.5, -0.16))
     tidy(axes)

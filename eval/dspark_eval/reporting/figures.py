@@ -24,6 +24,9 @@ from dspark_eval.plots import (
     RED,
     SERIES,
     SKY,
+    Bounds,
+    draw_sure,
+    legend_below,
     save,
     tidy,
 )
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PANEL = (4.8, 3.5)  # inches: its text is still legible where this is 360 pixels wide
+LEGEND_LINE = 0.2
 TEXT = {"font.size": 9}
 PARTS = (("draft_ms", "draft", SKY), ("verify_ms", "verify", GREEN), ("other_ms", "other", PINK))
 SHOWN_ROUNDS = 14
@@ -48,6 +52,11 @@ def panel(
         axes.set_title("")
         axes.set_title(title, fontsize=8.5, color=GREY, loc="left")
         save(figure, path)
+
+
+def with_legend(curves: int) -> tuple[float, float]:
+    """Size of a panel whose legend of so many lines stands below it."""
+    return PANEL[0], PANEL[1] + LEGEND_LINE * curves
 
 
 def plot_lengths(bins: Sequence[Mapping[str, Any]], key: str, title: str, path: Path) -> None:
@@ -140,12 +149,16 @@ def draw_curves(
     x: str,
     y: str,
     share: bool = False,
+    bounds: Mapping[str, Bounds] | None = None,
 ) -> None:
     """One line for each curve of (x, y) points; points without a value are left out. `share`: of
-    values between 0 and 1, all of which are shown."""
+    values between 0 and 1, all of which are shown. `bounds`: how sure each point is."""
     for index, (label, points) in enumerate(curves.items()):
         known = [(at, value) for at, value in points if value is not None]
         if not known:
+            continue
+        if bounds is not None:
+            draw_sure(axes, index, points, label, bounds[label])
             continue
         axes.plot(
             *zip(*known, strict=True),
@@ -160,6 +173,6 @@ def draw_curves(
     axes.set_ylabel(y)
     if share:
         axes.set_ylim(0, 1.02)
-    if len(curves) > 1:
-        axes.legend(frameon=False, fontsize=8)
+    if len(curves) > 1 or bounds is not None:
+        legend_below(axes)
     tidy(axes)

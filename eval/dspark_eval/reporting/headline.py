@@ -35,7 +35,7 @@ def headline(found: Sequence[Found]) -> Section | None:
         if item.kind.name == "calibration"
         for setting in item.value["settings"]
     }
-    rows = [row for item in found for row in _rows(item, errors)]
+    rows = _told_apart([(item, row) for item in found for row in _rows(item, errors)])
     if not rows:
         return None
     blocks: list[Block] = [
@@ -73,6 +73,44 @@ def subject(found: Sequence[Found]) -> str:
         " to ".join(sorted({min(days), max(days)})) if days else "",
     )
     return "; ".join(filter(None, parts))
+
+
+def _told_apart(rows: Sequence[tuple[Found, Sequence[str]]]) -> list[Sequence[str]]:
+    """Rows that would begin alike say in what their settings differ, at least their file."""
+    alike: dict[str, list[Found]] = {}
+    for item, row in rows:
+        alike.setdefault(row[0], []).append(item)
+    shown: list[Sequence[str]] = []
+    for item, (first, *others) in rows:
+        group = [_settings(one) for one in alike[first]]
+        own = _settings(item)
+        differ = [text for key, text in own.items() if any(one[key] != text for one in group)]
+        if len(group) > 1 and group.count(own) > 1:
+            differ.append(str(item.path))
+        shown.append(
+            ("\n".join([first, *filter(None, [", ".join(filter(None, differ))])]), *others)
+        )
+    return shown
+
+
+def _settings(item: Found) -> Mapping[str, str]:
+    """What accepted length must be read together with, in words."""
+    value = item.value
+    run: Document = value.get("runs", [value])[0] if item.kind.name == "bench" else value
+    if item.kind.name == "eval":
+        run = {**next(iter(value["suites"].values())), **value}
+    length = run.get("draft_length", run.get("extra", {}).get("draft_length"))
+    most, protocol = run.get("max_new_tokens"), run.get("protocol")
+    named = protocol.get("name") if isinstance(protocol, Mapping) else None
+    return {
+        "kind": item.kind.name,
+        "length": "" if length is None else f"draft length {length}",
+        "policy": f"policy {run['policy']}" if isinstance(run.get("policy"), str) else "",
+        "verification": f"{run['verification']} verification" if "verification" in run else "",
+        "most": "" if most is None else f"at most {counted(most, 'new token')}",
+        "protocol": "" if named is None else f"protocol {named}",
+        "seed": "" if run.get("seed") is None else f"seed {run['seed']}",
+    }
 
 
 def _rows(item: Found, errors: Mapping[tuple[str, float], str]) -> Iterator[Sequence[str]]:

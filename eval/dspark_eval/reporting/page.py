@@ -74,7 +74,9 @@ def prose(text: str) -> Markup:
 
 def cell(text: str) -> Markup:
     """A table's cell: an interval in brackets steps back behind the number it belongs to."""
-    marked = re.sub(r"(\[[^\]]*\])$", r'<span class="interval">\1</span>', str(prose(text)))
+    marked = re.sub(
+        r"(\[[^\]]*\])$", r'<span class="interval">\1</span>', str(prose(text)), flags=re.MULTILINE
+    )
     return Markup(marked.replace("\n", "<br>"))
 
 

@@ -11,8 +11,8 @@ from dspark_eval.cells import interval, number, percent
 from dspark_eval.plots import draw_positions, draw_speed, draw_split
 from dspark_eval.report_notes import mismatch_lines, policy_words
 from dspark_eval.reporting.blocks import Block, Picture, Prose, Samples, Section, notes, table
-from dspark_eval.reporting.figures import panel, plot_lengths, plot_timeline
-from dspark_eval.reporting.words import label, machine, name, positions_alt
+from dspark_eval.reporting.figures import panel, plot_lengths, plot_timeline, with_legend
+from dspark_eval.reporting.words import HOW_SURE, label, machine, name, positions_alt
 
 Run = Mapping[str, Any]
 
@@ -57,12 +57,14 @@ def _bench(runs: Sequence[Run]) -> Iterator[Block]:
         ),
         partial(panel, partial(draw_speed, runs=runs), title=n),
     )
-    curves = {f"temperature {run['temperature']:g}": run for run in runs}
+    curves = {f"temperature {run['temperature']:g}": {**run, **run["extra"]} for run in runs}
     yield Picture(
         "acceptance",
-        "Chance that a draft is accepted once all before it were, by its position.",
+        f"Chance that a draft is accepted once all before it were, by its position. {HOW_SURE}",
         positions_alt(curves),
-        partial(panel, partial(draw_positions, curves=curves), title=n),
+        partial(
+            panel, partial(draw_positions, curves=curves), title=n, size=with_legend(len(curves))
+        ),
     )
     yield Picture(
         "rounds",
@@ -183,7 +185,9 @@ def frames(source: str, value: Any) -> Section:
         for suite, found in value["suites"].items()
     }
     where = machine(value["environment"], short=True)
-    drawn = partial(panel, partial(draw_positions, curves=curves), title=where)
+    drawn = partial(
+        panel, partial(draw_positions, curves=curves), title=where, size=with_legend(len(curves))
+    )
     caption = "Chance that a draft is accepted once all before it were, by its position."
     blocks.append(Picture("acceptance", caption, positions_alt(curves), drawn))
     blocks += notes(value.get("warnings", ()))

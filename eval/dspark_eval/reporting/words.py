@@ -9,8 +9,10 @@ from typing import Any
 
 from dspark.wording import counted
 from dspark_eval.cells import number
+from dspark_eval.intervals import MIN_PROMPTS
 
 LABEL = 32
+HOW_SURE = f"Shaded: 95 % over prompts; hollow: fewer than {MIN_PROMPTS} prompts got there."
 
 
 def name(drafter: str) -> str:
