@@ -76,41 +76,45 @@ def subject(found: Sequence[Found]) -> str:
 
 
 def _told_apart(rows: Sequence[tuple[Found, Sequence[str]]]) -> list[Sequence[str]]:
-    """Rows that would begin alike say in what their settings differ, at least their file."""
-    alike: dict[str, list[Found]] = {}
+    """Rows that would begin alike say in what their settings differ, or else their file."""
+    alike: dict[str, list[Mapping[str, str]]] = {}
     for item, row in rows:
-        alike.setdefault(row[0], []).append(item)
+        alike.setdefault(row[0], []).append(_settings(item))
     shown: list[Sequence[str]] = []
     for item, (first, *others) in rows:
-        group = [_settings(one) for one in alike[first]]
-        own = _settings(item)
-        differ = [text for key, text in own.items() if any(one[key] != text for one in group)]
+        group, own = alike[first], _settings(item)
+        differ = [
+            text for key, text in own.items() if any(one.get(key, text) != text for one in group)
+        ]
         if len(group) > 1 and group.count(own) > 1:
             differ.append(str(item.path))
-        shown.append(
-            ("\n".join([first, *filter(None, [", ".join(filter(None, differ))])]), *others)
-        )
+        shown.append(("\n".join([first, *([", ".join(differ)] if differ else [])]), *others))
     return shown
 
 
 def _settings(item: Found) -> Mapping[str, str]:
-    """What accepted length must be read together with, in words."""
+    """What accepted length must be read together with, in words; what is not told is left out."""
     value = item.value
     run: Document = value.get("runs", [value])[0] if item.kind.name == "bench" else value
     if item.kind.name == "eval":
         run = {**next(iter(value["suites"].values())), **value}
-    length = run.get("draft_length", run.get("extra", {}).get("draft_length"))
-    most, protocol = run.get("max_new_tokens"), run.get("protocol")
-    named = protocol.get("name") if isinstance(protocol, Mapping) else None
-    return {
-        "kind": item.kind.name,
-        "length": "" if length is None else f"draft length {length}",
-        "policy": f"policy {run['policy']}" if isinstance(run.get("policy"), str) else "",
-        "verification": f"{run['verification']} verification" if "verification" in run else "",
-        "most": "" if most is None else f"at most {counted(most, 'new token')}",
-        "protocol": "" if named is None else f"protocol {named}",
-        "seed": "" if run.get("seed") is None else f"seed {run['seed']}",
-    }
+    run = {**run.get("extra", {}), **run}
+    length, most, policy = (run.get(k) for k in ("draft_length", "max_new_tokens", "policy"))
+    protocol = run.get("protocol") if item.kind.name == "eval" else None
+    told = {"kind": item.kind.name}
+    if length is not None:
+        told["length"] = f"draft length {length}"
+    if isinstance(policy, str):
+        told["policy"] = f"policy {policy}"
+    if "verification" in run:
+        told["verification"] = f"{run['verification']} verification"
+    if most is not None:
+        told["most"] = f"at most {counted(most, 'new token')}"
+    if item.kind.name == "eval":
+        told["protocol"] = f"protocol {protocol['name']}" if protocol else "no protocol"
+    if run.get("seed") is not None:
+        told["seed"] = f"seed {run['seed']}"
+    return told
 
 
 def _rows(item: Found, errors: Mapping[tuple[str, float], str]) -> Iterator[Sequence[str]]:
