@@ -97,8 +97,8 @@ def test_every_share_of_an_evaluation_stands_with_what_it_is_of() -> None:
     assert said["without loops"] == "2.50 [2.40, 2.60]"
     assert said["accepted drafts"] == "50.0 % [40.0, 60.0]"
     assert said["loops"] == "0.0 % [0.0, 8.8]"
-    assert said["exact answers"] == "75.0 % [30.0, 95.0]\nof 4 answers"
-    assert said["exact, plain"] == "100.0 % [34.0, 100.0]\nof 2 answers"
+    assert said["exact answers"] == "75.0 % [30.0, 95.0]\nof 4"
+    assert said["exact, plain"] == "100.0 % [34.0, 100.0]\nof 2"
     positions = found["Conditional acceptance by draft position"].rows[0]
     assert positions == ("s", "0.90 [0.85, 0.95]\nof 400", "1.00 [0.21, 1.00]\nof 1, few")
     assert found["How rounds ended"].rows[0][1] == "25.0 % [10.0, 60.0]"

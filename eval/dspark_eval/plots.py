@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from dspark.files import atomic_file
 from dspark.wording import counted
+from dspark_eval.intervals import MIN_PROMPTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -112,7 +113,13 @@ def draw_positions(axes: Axes, curves: Mapping[str, Run]) -> None:
         longest = max(longest, len(chances))
         tau = run["accepted_length"]
         shown = label if tau is None else f"{label}: accepted length {tau:.2f}"
-        draw_sure(axes, index, list(enumerate(chances, start=1)), shown, position_bounds(run))
+        draw_sure(
+            axes,
+            index,
+            list(enumerate(chances, start=1)),
+            shown,
+            position_bounds(run, run["n_prompts"]),
+        )
     axes.set_xticks(range(1, longest + 1))
     axes.set_xlim(0.5, longest + 0.5)
     axes.set_ylim(0, 1.02)
@@ -127,10 +134,13 @@ Bounds = Sequence[tuple[Sequence[float] | None, bool]]
 """Of each point its 95 % interval, and whether too few prompts stand behind it."""
 
 
-def position_bounds(run: Run) -> Bounds:
-    """Of conditional acceptance; empty for a run that has none."""
-    found = run.get("positions", {}).get("conditional_acceptance", ())
-    return [(estimate["ci95"], estimate.get("few", False)) for estimate in found]
+def position_bounds(run: Run, n_prompts: int) -> Bounds:
+    """Of conditional acceptance; a run that does not tell has at best all its `n_prompts`."""
+    few = n_prompts < MIN_PROMPTS
+    found = run.get("positions", {}).get("conditional_acceptance")
+    if found is None:
+        return [(None, few)] * len(run["conditional_acceptance"])
+    return [(estimate["ci95"], estimate.get("few", few)) for estimate in found]
 
 
 def draw_sure(

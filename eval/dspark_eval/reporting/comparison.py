@@ -77,7 +77,10 @@ def _pictures(index: int, suite: str, found: Entry, caption: str) -> Iterator[Pi
         for entry in entries
         if entry["conditional_acceptance"]
     }
-    sure = {legend[short[entry["name"]]]: position_bounds(entry) for entry in entries}
+    sure = {
+        legend[short[entry["name"]]]: position_bounds(entry, found["n_prompts"])
+        for entry in entries
+    }
     drawn = partial(
         draw_curves,
         curves=curves,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dspark.wording import counted
 from dspark_eval.cells import NOT_MEASURED, interval, number, percent, percent_of
 from dspark_eval.reporting.blocks import Block, table
 
@@ -93,4 +92,4 @@ def task_cell(found: Mapping[str, Any] | None) -> str:
     """A share of right answers, and of how many."""
     if found is None:
         return NOT_MEASURED
-    return f"{percent_of(found)}\nof {counted(int(found['n']), 'answer')}"
+    return f"{percent_of(found)}\nof {found['n']:.0f}"

@@ -176,9 +176,9 @@ def draw_throughput(axes: Axes, found: Sequence[Rate]) -> None:
                       label=f"{way}, measured ({origin})")  # fmt: skip
         for rate in own:
             if rate.groups is not None:
-                axes.annotate(counted(rate.groups, "group"), (rate.concurrency, rate.speculative),
-                              (0, 7), textcoords="offset points", ha="center",
-                              fontsize=7)  # fmt: skip
+                top = max(rate.plain, rate.speculative)
+                axes.annotate(counted(rate.groups, "group"), (rate.concurrency, top), (0, 7),
+                              textcoords="offset points", ha="center", fontsize=7)  # fmt: skip
     ticks = sorted({rate.concurrency for rate in found})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
