@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -90,6 +91,15 @@ def test_an_order_can_be_worse_than_the_one_below_where_keys_are_alike() -> None
 def test_values_out_of_range() -> None:
     with pytest.raises(ValueError, match="beta 2"):
         order_errors(beta=2.0)
+
+
+def test_how_a_token_came_to_be_shows_without_colours() -> None:
+    """Pages of code hosts strip styles: what is left are tags, a different one for each kind."""
+    kinds = ["accepted", "sibling", "corrected", "bonus", "first"]
+    sample = {"text": list("abcde"), "kind": kinds, "confidence": [None] * 5}
+    bare = re.sub(r"<(/?)span[^>]*>", "", re.sub(r' style="[^"]*"', "", coloured(sample).data))
+    answer = bare.split("</p><p>")[1].removesuffix("</p>")
+    assert answer == "a<i>b</i><ins>c</ins><b>d</b><small>e</small>"
 
 
 def test_cells_are_escaped() -> None:

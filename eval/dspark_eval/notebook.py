@@ -34,6 +34,8 @@ COLOURS = {
     "bonus": "#762a83",
     "plain": "#666666",
 }
+TAGS = {"first": "small", "sibling": "i", "corrected": "ins", "bonus": "b", "plain": "small"}
+"""The same without colours, which pages of code hosts strip: small, italic, underlined, bold."""
 
 
 def drafter(folder: Path = RUN, settings: Mapping[str, Any] = SMALL) -> Path:
@@ -113,7 +115,7 @@ def _text(value: Any) -> str:
 
 
 def coloured(sample: Mapping[str, Any]) -> Any:
-    """An answer, each token in the colour of how it came to be; hovering shows its confidence.
+    """An answer, each token marked by how it came to be; hovering shows its confidence.
 
     sample: as `dspark_eval.samples` keeps it.
     """
@@ -125,10 +127,11 @@ def coloured(sample: Mapping[str, Any]) -> Any:
     for text, kind, sure in zip(sample["text"], sample["kind"], sample["confidence"], strict=True):
         title = kind if sure is None else f"{kind}, confidence {100 * sure:.0f} %"
         shown = escape(text).replace("\n", "<br>")
-        spans.append(f'<span style="color:{COLOURS[kind]}" title="{title}">{shown}</span>')
-    legend = " ".join(
-        f'<b style="color:{colour}">{kind}</b>'
-        for kind, colour in COLOURS.items()
-        if kind in sample["kind"]
-    )
+        spans.append(f'<span title="{title}">{_marked(kind, shown)}</span>')
+    legend = ", ".join(_marked(kind, kind) for kind in COLOURS if kind in sample["kind"])
     return HTML(f"<p>{legend}</p><p>{''.join(spans)}</p>")
+
+
+def _marked(kind: str, text: str) -> str:
+    tag = TAGS.get(kind, "span")
+    return f'<{tag} style="color:{COLOURS[kind]}">{text}</{tag}>'
