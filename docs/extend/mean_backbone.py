@@ -3,8 +3,7 @@
     c(p) = mean of the features before position p         all that is kept of a text
     h_k <- h_k + W_out silu(W_in [norm(h_k) ; c ; place_k])
 
-It is no good drafter. It shows all that a backbone owes: a context that grows by ragged counts, a
-block that leaves it as it was, and a training pass that agrees with both.
+No good drafter, but all that one owes: ragged contexts, blocks, and training that agrees with both.
 """
 
 from __future__ import annotations
@@ -75,7 +74,9 @@ class MeanBackbone:
         mean = context.total / context.lengths.clamp(min=1)[:, None]
         return self._run(hidden, mean[:, None].to(hidden.dtype))
 
-    def train(self, hidden: Tensor, features: Tensor, valid: Tensor, anchors: Tensor) -> Tensor:
+    def train(
+        self, hidden: Tensor, features: Tensor, valid: Tensor, anchors: Tensor, alike: bool = False
+    ) -> Tensor:
         total = (features.float() * valid[..., None]).cumsum(1)
         before = F.pad(total, (0, 0, 1, 0))  # row p: the sum of all positions before p
         picked = before.gather(1, anchors[..., None].expand(-1, -1, total.shape[-1]))
