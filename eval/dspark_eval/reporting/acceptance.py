@@ -45,7 +45,6 @@ def _evaluation(value: Mapping[str, Any]) -> Iterator[Block]:
         (_suite_row(name, suite) for name, suite in suites.items()),
     )  # fmt: skip
     yield positions_table(suites)
-    yield from outcome_tables(suites)
     yield from notes(value["warnings"])
     yield Picture(
         "acceptance",
@@ -61,6 +60,7 @@ def _evaluation(value: Mapping[str, Any]) -> Iterator[Block]:
     yield from _thresholds(suites, setting)
     yield from round_blocks({name: {**suite} for name, suite in suites.items()})
     yield from _contexts(suites)
+    yield from outcome_tables(suites)
 
 
 def _named(suites: Suites) -> dict[str, Any]:
