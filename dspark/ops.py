@@ -234,7 +234,6 @@ distill_pull = _op("distill_pull", distill_loss.pull, "distill_loss_triton:pull"
 adamw = _op("adamw", adamw_op.adamw, "adamw_triton:adamw")
 Moments = adamw_op.Moments
 Rates = adamw_op.Rates
-Update = adamw_op.Update
 grad_norms = _op("grad_norms", grad_norms_op.grad_norms, "grad_norms_triton:grad_norms")
 settle = _op("settle", settle_op.settle, "settle_triton:settle")
 Settled = settle_op.Seats

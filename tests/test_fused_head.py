@@ -96,26 +96,6 @@ def test_each_position_of_the_target_is_multiplied_once_a_chunk(
     assert (len(used), WIDTH) in [tuple(shape) for shape in seen]
 
 
-@pytest.mark.parametrize(("rows", "chunks"), [(10**6, 3), (7, 1), (0, 0)])
-def test_logits_that_were_formed_early_change_no_bit(
-    rows: int, chunks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many chunks as there is room for; each is given away when it is used."""
-    monkeypatch.setattr(fused_head, "EARLY_BYTES", 2 * rows * VOCAB)
-    case, found = Case(torch.device("cpu"), torch.float32), []
-    head, on = case.head.bfloat16(), case.supervised
-    for early in (False, True):
-        counts = [count for count in on.sum(-1).tolist() if count]
-        imitated = fused_head.imitate(case.rows[on], counts, 12, on.device)
-        if early:
-            imitated.form_early(case.states, head)
-            assert len(imitated.early) == chunks
-        sums = case.sums(head=head, chunk=None, imitated=imitated)
-        assert not imitated.early
-        found.append([sums.objective, *case.gradients(sums).values()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
 def test_nothing_to_learn_gives_exact_zeros() -> None:
     case = Case(torch.device("cpu"), torch.float32)
     case.supervised = torch.zeros_like(case.supervised)

@@ -1,10 +1,9 @@
 """The next micro-batch, made ready beside what the device is still doing for this step.
 
-What a batch brings with it (its tensors, which slots are trained, the target's states, the logits
-that slots imitate) depends on no weight that trains. On a GPU it is queued on a stream of its own
-once a step's gradients are, and runs beside their update: products beside a pass over memory. What
-would take all processors has to be queued after an update that leaves some free: the other way
-round, the update waits for it. On a CPU nothing is made before it is needed.
+What a batch brings with it (its tensors, which slots are trained, the target's states, which
+positions slots imitate) depends on no weight that trains. On a GPU it is queued on a stream of its own
+once a step's gradients are, and runs beside their update: products beside a pass over memory. On a
+CPU nothing is made before it is needed.
 """
 
 from __future__ import annotations
@@ -44,14 +43,6 @@ class Ahead:
             except BadFeatures as error:  # to be raised in the step that it belongs to
                 self._ready = error
         self._step, self._batch = step, batch
-
-    def extend(self, work: Callable[[Ready], None]) -> None:
-        """Queue more for the micro-batch that was begun, after everything up to the last `mark`."""
-        if self._stream is None or self._marked is None or not isinstance(self._ready, Ready):
-            return
-        self._stream.wait_event(self._marked)
-        with torch.cuda.stream(self._stream):
-            work(self._ready)
 
     def batch(self, step: int) -> Batch | None:
         """The first micro-batch of a step as it was given to `begin`, if it was."""

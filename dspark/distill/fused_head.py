@@ -9,8 +9,7 @@ elementwise passes; the second leaves the gradient where z was. What is left is 
 
 Blocks overlap: slots of several blocks imitate the same position of the target, whose logits are
 formed once a chunk (2,400 rows instead of 3,584 at 512 anchors of 7 slots in 4,096 positions).
-Which these are, `imitate` finds before the drafter has run; those of the first chunks may be formed
-then too. A chunk holds two buffers in W's dtype,
+Which these are, `imitate` finds before the drafter has run. A chunk holds two buffers in W's dtype,
 [c, V] and [m, V]; bfloat16 products accumulate in float32.
 
 Letters: c slots of a chunk, m positions of the target among them, D hidden, R rank, V vocabulary.
@@ -19,7 +18,7 @@ Letters: c slots of a chunk, m positions of the target among them, D hidden, R r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 2**29
 """Drafter's logits of a chunk when none is asked for."""
-EARLY_BYTES = 9 * 2**26
-"""Target's logits of the first chunks that may be formed, and kept, before the drafter runs."""
 
 
 def takes(head: Tensor | None, reduced: bool) -> bool:
@@ -54,32 +51,11 @@ def takes(head: Tensor | None, reduced: bool) -> bool:
 class Imitated:
     """What the slots of every chunk of `size` imitate, on the device.
 
-    parts: rows of the target's states [m], and which of those each slot imitates [c]. early: by
-    chunk, the target's logits [m, V] of those that `form_early` has met and `logits` has not.
+    parts: rows of the target's states [m], and which of those each slot imitates [c].
     """
 
     size: int
     parts: list[tuple[Tensor, Tensor]]
-    early: dict[int, Tensor] = field(default_factory=dict)
-
-    @torch.no_grad()
-    def form_early(self, states: Tensor, head: Tensor) -> None:
-        """Form the logits of as many chunks as fit into `EARLY_BYTES`."""
-        room = EARLY_BYTES
-        for at, (which, _) in enumerate(self.parts):
-            room -= 2 * len(which) * len(head)
-            if room < 0:
-                return
-            self.early[at] = _multiplied(states, which, head)
-
-    def logits(self, at: int, states: Tensor, head: Tensor) -> Tensor:
-        """The target's logits [m, V] of a chunk, which are the caller's."""
-        early = self.early.pop(at, None)
-        return _multiplied(states, self.parts[at][0], head) if early is None else early
-
-
-def _multiplied(states: Tensor, which: Tensor, head: Tensor) -> Tensor:
-    return torch.mm(states[which].to(head.dtype), head.T)
 
 
 def imitate(rows: Tensor, counts: Sequence[int], size: int, device: torch.device) -> Imitated:
@@ -119,7 +95,7 @@ def head_terms(
         made = torch.empty_like if parts else torch.zeros_like
         gradients.append(made(weight, dtype=terms.dtype))
     for at, part in enumerate(parts):
-        z = _pulled(at, part, imitated, (states, codes, weight), slots, terms, trained)
+        z = _pulled(part, imitated.parts[at], (states, codes, weight), slots, terms, trained)
         if trained:
             torch.mm(z, slots.head, out=gradients[0][part.rows])
             torch.mm(z, weight, out=gradients[1][part.rows])
@@ -129,9 +105,8 @@ def head_terms(
 
 
 def _pulled(
-    at: int,
     part: Chunk,
-    imitated: Imitated,
+    imitated: tuple[Tensor, Tensor],
     inputs: tuple[Tensor, Tensor, Tensor],
     slots: Slots,
     terms: Tensor,
@@ -142,7 +117,8 @@ def _pulled(
     states, codes, weight = inputs
     rows, wanted = part.rows, slots.objective.divergences
     z = torch.mm(codes[rows], weight.T).addmm_(states[rows], slots.head.T)
-    target, shared = imitated.logits(at, slots.target_states, slots.head), imitated.parts[at][1]
+    which, shared = imitated
+    target = torch.mm(slots.target_states[which].to(slots.head.dtype), slots.head.T)
     found = ops.distill_terms(z, target, shared, slots.labels[rows], wanted)
     if not slots.objective.nla:
         found[0][TERMS.index("nla")] = 0

@@ -1,4 +1,4 @@
-"""AdamW through `ops.adamw`: one kernel for all parameters, moments in any of their forms.
+"""AdamW through `ops.adamw`: one kernel a parameter, moments in any of their forms.
 
 The rule, the state and its names are those of `rules.AdamW` and `rules.PackedAdamW`, so a run may
 begin on one and go on with the other. What differs is the noise that packed moments are rounded
@@ -37,27 +37,28 @@ class KernelAdamW:
                 for name, (shape, dtype) in self._moment_layout().items()
             }
         self._updates += 1
-        settings = self._settings
-        rates = ops.Rates(
-            lr, settings.beta1, settings.beta2, settings.eps, settings.weight_decay, self._updates
-        )
-        updates = [self._update(name, parameter) for name, parameter in self._gradients.named]
-        ops.adamw(updates, self._gradients.scale, rates)
+        for name, parameter in self._gradients.named:
+            self._update(name, parameter, lr)
 
     def undo(self) -> None:
         """Forget an update whose gradients had a `scale` that changes nothing."""
         self._updates -= 1
 
-    def _update(self, name: str, parameter: Tensor) -> ops.Update:
-        gradient = self._gradients.of(name, parameter)
+    def _update(self, name: str, parameter: Tensor, lr: float) -> None:
+        settings, gradient = self._settings, self._gradients.of(name, parameter)
         if gradient is None:
             gradient = torch.zeros_like(parameter)
+        rates = ops.Rates(
+            lr, settings.beta1, settings.beta2, settings.eps, settings.weight_decay, self._updates,
+            derived_seed(settings.seed, "moments", self._updates, name) >> 33,
+        )  # fmt: skip
         copy = self._gradients.copies.get(name)
-        return ops.Update(
+        ops.adamw(
             parameter.detach().view(-1),
             gradient.reshape(-1),
             self._moments_of(name),
-            derived_seed(self._settings.seed, "moments", self._updates, name) >> 33,
+            self._gradients.scale,
+            rates,
             None if copy is None else copy.detach().view(-1),
         )
 

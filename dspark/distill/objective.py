@@ -111,12 +111,6 @@ def prepare(
     return _placed(given, batch, features, head, drafter.config.block_size, settings.chunk)
 
 
-def form_early(ready: Ready) -> None:
-    """Form what fits of the logits that slots of a prepared batch imitate."""
-    if ready.head is not None and ready.imitated is not None:
-        ready.imitated.form_early(ready.features.hidden.flatten(0, 1), ready.head)
-
-
 @one_thread()
 def _placed(
     given: Batch,

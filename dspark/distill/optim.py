@@ -11,7 +11,7 @@ is one all-reduce of the buffer and one division, and does not depend on how row
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -133,22 +133,16 @@ class Optimiser:
         self._average = Average(self.gradients.named, settings.ema) if settings.ema else None
         self._clip, self._begun = settings.clip, False
 
-    def begin_step(
-        self, lr: float, weight: Tensor, finite: Tensor, last: Callable[[], None]
-    ) -> bool:
+    def begin_step(self, lr: float, weight: Tensor, finite: Tensor) -> None:
         """Queue the update of `step` before the host knows whether there is to be one.
 
-        Only where gradients are apart: False, and nothing is done yet, else. `weight` and `finite`,
-        [] on the device: see `ApartGradients.settle`. `last` is called when only the update itself
-        is left to queue. `step` or `drop_step` comes next.
+        Only where gradients are apart, else nothing is done yet. `weight` and `finite`, [] on the
+        device: see `ApartGradients.settle`. `step` or `drop_step` comes next.
         """
-        if not isinstance(self.gradients, ApartGradients):
-            return False
-        self.gradients.settle(weight, finite, self._clip)
-        self._begun = True
-        last()
-        self._apply(lr)
-        return True
+        if isinstance(self.gradients, ApartGradients):
+            self.gradients.settle(weight, finite, self._clip)
+            self._begun = True
+            self._apply(lr)
 
     def step(self, lr: float) -> None:
         """Apply the gradient buffer at rate `lr`, if that has not begun."""

@@ -28,7 +28,6 @@ from dspark.distill.chat import TrainingRow
 from dspark.distill.loss import LossSums
 from dspark.distill.objective import (
     batch_sums,
-    form_early,
     from_vector,
     objective,
     prepare,
@@ -225,8 +224,7 @@ class Trainer:
     ) -> Callable[[], Tensor]:
         """Sums over processes, on their way to the host, for `_read`.
 
-        With `lr` an update that needs nothing of the host is queued behind them, and beside it what
-        the next batch needs of the target.
+        With `lr` an update that needs nothing of the host is queued behind them.
         """
         if sums is None:
             sums = zero_sums(self.drafter.config.block_size, self.processes.device)
@@ -237,8 +235,7 @@ class Trainer:
         if lr is not None and isinstance(self.optimiser, Optimiser):
             weight = from_vector(values[:-3], self.drafter.config.block_size).normaliser
             finite = torch.isfinite(values).all() & (values[-2] == 0)
-            if self.optimiser.begin_step(lr, weight, finite, self._ahead.mark):
-                self._ahead.extend(form_early)
+            self.optimiser.begin_step(lr, weight, finite)
         return landed
 
     def _read(self, values: Tensor) -> tuple[LossSums, bool, tuple[int, int, int]]:

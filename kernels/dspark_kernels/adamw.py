@@ -1,4 +1,4 @@
-"""AdamW in one pass over all parameters, with moments kept in four bytes, two or one.
+"""AdamW in one pass over a parameter, with moments kept in four bytes, two or one.
 
     g <- scale g      m <- b1 m + (1 - b1) g      v <- b2 v + (1 - b2) g^2
     w <- (1 - lr wd) w - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
@@ -16,7 +16,6 @@ Letters: N values of a parameter, t updates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +41,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Rates:
-    """Numbers of one update. `updates`: t, from 1."""
+    """Numbers of one update. `updates`: t, from 1. `seed`: of the rounding, below 2^31."""
 
     lr: float
     beta1: float
@@ -50,40 +49,30 @@ class Rates:
     eps: float
     weight_decay: float
     updates: int
-
-
-@dataclass(frozen=True, eq=False)
-class Update:
-    """A parameter and what moves it.
-
-    weight: [N] float32, contiguous, updated in place. gradient: [N] float32 or bfloat16, only read.
-    moments: updated in place, of one form for all parameters of a call. seed: of the rounding,
-    below 2^31. copy: [N] bfloat16, receives the updated weight.
-    """
-
-    weight: Tensor
-    gradient: Tensor
-    moments: Moments
     seed: int
-    copy: Tensor | None = None
 
 
-def adamw(updates: Sequence[Update], scale: Tensor, rates: Rates) -> None:
-    """One update of every parameter, in place.
+def adamw(
+    weight: Tensor,
+    gradient: Tensor,
+    moments: Moments,
+    scale: Tensor,
+    rates: Rates,
+    copy: Tensor | None = None,
+) -> None:
+    """One update of `weight` [N] float32, in place, from a gradient [N] in float32 or bfloat16.
 
     Args:
-        updates: The parameters.
-        scale: [] float32, what gradients are multiplied by.
+        weight: Contiguous.
+        gradient: Only read.
+        moments: Updated in place.
+        scale: [] float32, what the gradient is multiplied by.
         rates: Of this update.
+        copy: [N] bfloat16, receives the updated weight.
     """
-    if bool(torch.isfinite(scale)):
-        for update in updates:
-            _update(update, scale, rates)
-
-
-def _update(update: Update, scale: Tensor, rates: Rates) -> None:
-    weight, moments = update.weight, update.moments
-    g = update.gradient.float() * scale
+    if not bool(torch.isfinite(scale)):
+        return
+    g = gradient.float() * scale
     first, second = (
         unpacked(moments.first, moments.first_scales),
         unpacked(moments.second, moments.second_scales),
@@ -93,9 +82,9 @@ def _update(update: Update, scale: Tensor, rates: Rates) -> None:
     rate, spread = corrections(rates)
     weight.mul_(1 - rates.lr * rates.weight_decay)
     weight.sub_(rate * first / ((second * spread).sqrt() + rates.eps))
-    if update.copy is not None:
-        update.copy.copy_(weight)
-    generator = torch.Generator(weight.device).manual_seed(update.seed)
+    if copy is not None:
+        copy.copy_(weight)
+    generator = torch.Generator(weight.device).manual_seed(rates.seed)
     for value, codes, scales in (
         (first, moments.first, moments.first_scales),
         (second, moments.second, moments.second_scales),

@@ -8,12 +8,12 @@ from functools import partial
 import torch
 
 from dspark_kernels import adamw as reference
-from dspark_kernels.adamw import BLOCK, Moments, Rates, Update
+from dspark_kernels.adamw import BLOCK, Moments, Rates
 from dspark_kernels.bench.harness import Case, Thunk
 
 COUNT = 9_728 * 2_560 * 4
 """Values: four of the largest matrices of a drafter for Qwen3-4B."""
-RATES = Rates(6e-4, 0.9, 0.999, 1e-8, 0.0, 10)
+RATES = Rates(6e-4, 0.9, 0.999, 1e-8, 0.0, 10, 1)
 
 
 def cases() -> Iterator[Case]:
@@ -43,9 +43,9 @@ def _kernel(kind: str) -> Thunk:
 
     weight, gradient = torch.randn(COUNT, device="cuda"), torch.randn(COUNT, device="cuda")
     half, copy = gradient.bfloat16(), torch.empty(COUNT, device="cuda", dtype=torch.bfloat16)
-    updates, scale = [Update(weight, half, _moments(kind), 1, copy)], torch.ones((), device="cuda")
+    moments, scale = _moments(kind), torch.ones((), device="cuda")
     del gradient
-    return lambda: adamw_triton.adamw(updates, scale, RATES)
+    return lambda: adamw_triton.adamw(weight, half, moments, scale, RATES, copy)
 
 
 def _torch() -> Thunk:
