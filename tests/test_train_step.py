@@ -36,7 +36,7 @@ def test_parts_add_up_to_the_step(moments: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("moments", ["fp32", "int8"])
 def test_what_is_made_beside_an_update_changes_no_bit(moments: str) -> None:
-    """Batches and logits of the target made ahead, while weights move, against none of that."""
+    """Batches made ahead, while weights move, against none of that."""
     cuda, states = torch.device("cuda"), []
     size = replace(SIZE, vocab=5_000, hidden=256, head_dim=64, layers=2, length=512, anchors=64)
     for ahead in (True, False):

@@ -1,9 +1,9 @@
 """The next micro-batch, made ready beside what the device is still doing for this step.
 
 What a batch brings with it (its tensors, which slots are trained, the target's states, which
-positions slots imitate) depends on no weight that trains. On a GPU it is queued on a stream of its own
-once a step's gradients are, and runs beside their update: products beside a pass over memory. On a
-CPU nothing is made before it is needed.
+positions slots imitate) depends on no weight that trains. On a GPU it is queued on a stream of its
+own once a step's gradients are, and runs beside their update. On a CPU nothing is made before it is
+needed.
 """
 
 from __future__ import annotations
