@@ -319,10 +319,12 @@ def test_a_band_that_no_round_reached_has_no_rate() -> None:
     run = {
         "levels": {"all_accepted": 1.0}, "rows_per_round": 9.0, "draft_length_mean": 7.5,
         "bands": {"high": {"share": 0.25, "acceptance": None},
-                  "mid": {"share": 0.75, "acceptance": 0.5}},
+                  "mid": {"share": 0.75, "acceptance": 0.5, "reached": 90, "n_prompts": 40,
+                          "few": False}},
     }  # fmt: skip
     assert list(outcome_lines(run, "x")) == [
         "x: rounds ended all accepted 100.0 %; 9.00 rows a round, 7.50 of them drafts that were "
         "judged",
-        "x: drafted positions by band high 25.0 % (never reached), mid 75.0 % (accepted 50.0 %)",
+        "x: drafted positions by band high 25.0 % (never reached), mid 75.0 % (accepted 50.0 % "
+        "of 90)",
     ]
