@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +112,49 @@ def test_sessions_of_their_own_do_not_save_its_children(tmp_path: Path, ending: 
     assert done == ("timeout" if ending else "passed")
     time.sleep(3.5)
     assert not any(mark.exists() for mark in marks)
+
+
+def _runs(pid: int) -> bool:
+    """A process that has ended but was not waited for does not."""
+    said = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return said.stdout.strip()[:1] not in ("", "Z")
+
+
+def test_what_it_runs_ends_with_an_interrupt(tmp_path: Path) -> None:
+    """Ctrl-C reaches us alone: the program has a session of its own."""
+    told = tmp_path / "pid"
+
+    def interrupt() -> None:
+        while not (told.exists() and told.read_text()):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    code = f"import os, time\nopen({str(told)!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    with pytest.raises(KeyboardInterrupt):
+        run_tests(fenced(code), "pass", limits=replace(SHORT, seconds=60))
+    thread.join()
+    assert not _runs(int(told.read_text()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children of the dead are signalled on Linux")
+def test_it_does_not_outlive_its_watcher(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    lines = (
+        "import os, signal, time",
+        f"open({str(told)!r}, 'w').write(str(os.getpid()))",
+        "os.kill(os.getppid(), signal.SIGKILL)",
+        "time.sleep(60)",
+    )
+    assert run_tests(fenced("\n".join(lines)), "pass", limits=SHORT) == "failed"
+    time.sleep(0.2)
+    assert not _runs(int(told.read_text()))
+
+
+def test_a_last_line_without_an_end_is_no_failure() -> None:
+    code = "def f(x):\n    print('asked', end='')\n    return x + 1"
+    assert run_tests(fenced(code), TESTS, limits=SHORT) == "passed"
 
 
 @pytest.mark.parametrize(

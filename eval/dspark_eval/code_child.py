@@ -5,8 +5,9 @@
 The program runs in a child of it, within the limits, and writes to OUTPUT; after the last line of
 PROGRAM the child prints the nonce. Then everything that the program started is killed: on Linux its
 orphans come to this process (PR_SET_CHILD_SUBREAPER), whatever sessions they made, so none is left
-when there is no child to wait for; elsewhere it is the program's process group. On stdout: the
-program's exit status, minus the signal that ended it, or "timeout".
+when there is no child to wait for; elsewhere it is the program's process group. A SIGTERM ends the
+program before its time. On stdout: the program's exit status, minus the signal that ended it, or
+"timeout".
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-SUBREAPER = 36
-"""PR_SET_CHILD_SUBREAPER of <linux/prctl.h>."""
+DEATH_SIGNAL, SUBREAPER = 1, 36
+"""PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of <linux/prctl.h>."""
 POLL = 0.005
 CLEARING = 5.0
 """Seconds after which what cannot be killed is left."""
@@ -33,19 +34,38 @@ def main(arguments: list[str]) -> None:
     seconds, memory, size, processes = map(int, arguments[:4])
     program, output = arguments[4:]
     nonce = sys.stdin.readline().strip()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+    _control(SUBREAPER, 1)
+    asked = Asked()
+    signal.signal(signal.SIGTERM, asked)
     child = os.fork()
     if child == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _control(DEATH_SIGNAL, signal.SIGKILL)  # of this process, should the program end it
         _limit(seconds, memory, size, processes)
         _own_streams(output)
         sys.argv = [program]
         runpy.run_path(program, run_name="__main__")
-        print(nonce)
+        print(f"\n{nonce}")  # whatever the program left on its last line
         return
-    status = _wait(child, time.monotonic() + seconds)
+    status = _wait(child, time.monotonic() + seconds, asked)
     _clear(child)
     print("timeout" if status is None else status)
+
+
+def _control(option: int, value: int) -> None:
+    """prctl, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+class Asked:
+    """Of a signal: whether it came. It interrupts nothing, least of all the clearing up."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.came = True
 
 
 def _limit(seconds: int, memory: int, size: int, processes: int) -> None:
@@ -76,9 +96,9 @@ def _own_streams(output: str) -> None:
     os.close(written)
 
 
-def _wait(child: int, deadline: float) -> int | None:
-    """Its exit status; None if it runs longer."""
-    while time.monotonic() < deadline:
+def _wait(child: int, deadline: float, asked: Asked) -> int | None:
+    """Its exit status; None if it runs longer, or is not to run on."""
+    while time.monotonic() < deadline and not asked.came:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)

@@ -11,6 +11,7 @@ or environment; code that searches the interpreter's frames for it would find it
 Limits: wall clock and CPU seconds, address space, size of files, processes, no core dump; an empty
 environment, an empty folder that is removed, no input. Whatever the program started is killed at
 its end: on Linux all its descendants, sessions of their own or not, elsewhere its process group.
+(A program that kills the process that watches it dies with it, but not what it started.)
 The kernel counts processes by user and lets root have any number.
 THIS IS NO SANDBOX: the code can read what this user can read and use the network. It runs only
 where it is asked for (`--run-code`), and belongs in a container or a virtual machine.
@@ -125,7 +126,12 @@ def _run(program: str, nonce: str, folder: Path, limits: Limits) -> Result:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """End the watching process, should it still run."""
+    """End the watching process, should it still run (after Ctrl-C, say), and by it the program,
+    which has a session of its own."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_PATIENCE)
     with suppress(ProcessLookupError, PermissionError):  # gone already
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
