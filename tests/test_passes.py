@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,6 +121,17 @@ def test_rows_that_are_alike_are_projected_once(config: DraftConfig, dtype: torc
         assert_close(mine, other, limit=limit, dtype=dtype)
     if dtype == torch.float64:  # where embeddings train, rows have gradients of their own
         assert all(torch.equal(a, b) for a, b in zip(found(5, True), found(0, True), strict=True))
+
+
+@pytest.mark.usefixtures("written_out")
+def test_a_block_of_one_slot_has_no_rows_that_are_alike() -> None:
+    torch.manual_seed(0)
+    drafter = DSparkDrafter(replace(CONFIG, block_size=1))
+    valid, anchors = batch()
+    hidden, read = torch.randn(2, 5, 1, 64), torch.randn(2, 23, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [drafter.backbone.train(hidden, read, valid, anchors, x) for x in (True, False)]
+    assert torch.equal(*found)
 
 
 def test_the_norm_of_context_features_in_float64() -> None:

@@ -64,7 +64,8 @@ def run_layers(
     cos, sin = (table.squeeze(2).contiguous() for table in tables)
     read = context.detach().to(half)
     rows, added = hidden.reshape(-1, shape[-1]), None
-    alike = 0 if hidden.requires_grad else alike  # where each row has a gradient of its own
+    if hidden.requires_grad or alike == 1:  # each row has a gradient of its own, or no fellows
+        alike = 0
     for layer in cast(list[DraftLayer], list(layers)):
         attention, mlp = cast(DraftAttention, layer.self_attn), layer.mlp
         rows, q, keys, values, context = _Project.apply(
