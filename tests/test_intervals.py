@@ -59,6 +59,10 @@ def test_shares_that_are_all_alike_are_not_certain():
     assert found.ci95 == pytest.approx((exact.low, 1.0), abs=1e-6)
     none = share_of([0] * 4, [5] * 4)
     assert none.ci95 == pytest.approx((0.0, 1 - exact.low), abs=1e-6)
+    half = stats.binomtest(20, 40).proportion_ci(0.95, "wilson")
+    found = share_of([1, 2] * 20, [2, 4] * 20)  # one half of each
+    assert found.ci95 == pytest.approx((half.low, half.high), abs=1e-6)
+    assert share_of([3], [5]).ci95 is None
     # where they are not, prompts are resampled as for any other ratio
     assert share_of([1, 5], [5, 5]) == estimate([1, 5], [5, 5])
 

@@ -99,12 +99,15 @@ def share(marks: Sequence[bool]) -> Estimate:
 def share_of(parts: Sequence[float], wholes: Sequence[float], *, seed: int = 0) -> Estimate:
     """`estimate` of a share, 0 <= part <= whole for each prompt, that never claims to be certain.
 
-    Where all counts are alike a bootstrap would: of 6 right ones out of 6 it says [1, 1]. There,
-    and where each prompt counts once, the interval is Wilson's (1927), of 6 out of 6 [0.61, 1].
-    Prompts are independent and their rounds are not: its n is that of prompts.
+    Where the shares of all prompts are alike a bootstrap would: of 6 right ones out of 6 it says
+    [1, 1]. There, and where each prompt counts once, the interval is Wilson's (1927), of 6 out of 6
+    [0.61, 1]. Prompts are independent and their rounds are not: its n is that of prompts. None of
+    one prompt whose share lies between.
     """
     found = estimate(parts, wholes, seed=seed)
-    if found.value is None or (found.value not in (0, 1) and found.n != found.n_prompts):
+    each = {part / whole for part, whole in zip(parts, wholes, strict=True) if whole > 0}
+    alike = found.value in (0, 1) or (len(each) == 1 and found.n_prompts > 1)
+    if found.value is None or not (alike or found.n == found.n_prompts):
         return found
     n, z2 = found.n_prompts, _Z95**2
     middle = (found.value + z2 / (2 * n)) / (1 + z2 / n)
