@@ -1,4 +1,5 @@
-"""Every round of an evaluation as a line of JSON, so that any figure can be computed again.
+"""Every round of an evaluation as a line of JSON, so that any figure of rounds can be computed
+again.
 
     suite, prompt, id, turn, round   where it stands: place in the set, the row's own id or null,
                                      turn of the conversation and round of the answer from 0
@@ -8,7 +9,7 @@
 
 An answer that is no more than its first token has no round and no line; `n_prompts` of eval.json
 counts it. With S_j = #(accepted >= j) / #(verified >= j) over the lines of a set, and accepted
-length = sum emitted / number of lines, eval.json's figures come out again.
+length = sum emitted / number of lines, eval.json's figures of rounds come out again.
 """
 
 from __future__ import annotations
