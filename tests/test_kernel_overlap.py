@@ -21,6 +21,7 @@ from tests.test_kernel_moe_decode import EPS, _random, _rows
 from tests.test_static_kernels import WIDE, WIDE_PLAIN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("few", [64, 0], ids=["own", "list"])
 def test_one_row_of_experts(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Down asks for the experts' weights before gate and up have ended: by then they are chosen."""
