@@ -47,6 +47,9 @@ HELD_TILES = 9
 WARPS = 1536
 """Of `down_one`: as many as run at once."""
 
+MOST_TILES = 12
+"""Of a program of `down_one`: they are written out one after another."""
+
 
 @dataclass(frozen=True)
 class MoEPlan:
@@ -260,7 +263,7 @@ def _down_cut(moe: MoE) -> Plan:
     warps = step // LANES[0]
     held = moe.top_k * triton.cdiv(inner, step) + triton.cdiv(moe.shared, step)
     # two rows of more tiles do not fit into a lane's registers
-    tiles = triton.cdiv(L * warps, WARPS) if held < 2 * HELD_TILES else 1
+    tiles = min(MOST_TILES, triton.cdiv(L * warps, WARPS)) if held < 2 * HELD_TILES else 1
     return Plan(1, step, warps, 1, held=held, tiles=tiles)
 
 
