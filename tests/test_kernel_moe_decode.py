@@ -179,7 +179,7 @@ def test_how_one_row_is_cut() -> None:
         return [(p.step, p.warps, p.tiles) for p in (how.gate_up, how.down)]
 
     assert cuts(2304, 8, 1024, 1024) == [(256, 1, 1), (1024, 4, 6)]
-    assert cuts(4096, 8, 2048, 2048) == [(512, 2, 1), (2048, 8, 22)]
+    assert cuts(4096, 8, 2048, 2048) == [(512, 2, 1), (2048, 8, 12)]
     assert cuts(2304, 9, 4096, 0)[1] == (2048, 8, 1)
 
 
