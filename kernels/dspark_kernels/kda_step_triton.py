@@ -25,7 +25,6 @@ CHAIN_SHAPES = ((64, 16), (128, 16))
 """Columns of a program on several rows, and of each of its warps: for few heads, for many."""
 BLOCK_WARPS = 4
 """Warps of a program on a block of rows, 16 columns each."""
-SCALE = True
 REGISTERS: int | None = 128
 """Of a thread where a program has 128 columns, so that two programs fit on a processor."""
 
@@ -119,7 +118,7 @@ def _chain(
     programs = V // BV * B * H
     if REGISTERS is not None and K <= 128 <= BV and torch.version.hip is None:
         sizes["maxnreg"] = REGISTERS
-    scaled = SCALE and 0.0 < -numbers[1] * T <= MAX_EXPONENT
+    scaled = 0.0 < -numbers[1] * T <= MAX_EXPONENT
     ready = torch.empty(programs * (T + 1) * (4 * K + BV + 16), dtype=read.dtype, device=q.device)
     chain_kernel[(programs,)](
         *tensors, ready, *numbers, keep, *_strides(q, k, v, g, beta),

@@ -20,7 +20,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PLANES = tl.constexpr(8)
 LIFT = tl.constexpr(2.0**100)
 """Factor of x as these kernels read it; a power of two, exact in bfloat16."""
 

@@ -133,7 +133,7 @@ def _figures(
         "speed_up_ci95": against.ratio_ci95,
         "by_prompt": own,
         "same_text_as_plain": None
-        if SAMPLED in name
+        if name.endswith(SAMPLED)
         else sum(text == beside for (text, _), (beside, _) in zip(found, plain, strict=True)),
     }
 
