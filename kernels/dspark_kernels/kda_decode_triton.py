@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
@@ -26,6 +28,19 @@ COLUMNS = 16
 """Columns of the state that a warp holds."""
 REGISTERS: int | None = 128
 """Of a thread of a head 128 wide, so that two programs fit on a processor where there are two."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Weights and settings of a layer between its projections; see `kda_decode.kda_decode`."""
+
+    conv: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    eps: float
+    lower_bound: float | None
+    second: Tensor | None
 
 
 def kda_decode(
@@ -56,10 +71,8 @@ def kda_decode(
     check(R, T, upto, taps, fold)
     out = torch.empty((B, T, H * V), dtype=rows.dtype, device=rows.device)
     if T == 1 and R == 0 and fold:
-        one_row(
-            out, out, 1, WARPS, rows, decay, beta, gate, held_rows, state, conv, A_log, dt_bias,
-            norm, eps, lower_bound, second,
-        )  # fmt: skip
+        layer = Layer(conv, A_log, dt_bias, norm, eps, lower_bound, second)
+        one_row(rows, decay, beta, gate, held_rows, state, layer, out, WARPS)
         return out
     if second is not None:
         decay, gate = expand(decay, gate, second, low_rank_rows)
@@ -107,33 +120,37 @@ def ahead_of(programs: int) -> bool:
 
 
 def one_row(
-    out: Tensor,
-    squares: Tensor,
-    parts: int,
-    warps: int,
     rows: Tensor,
     decay: Tensor,
     beta: Tensor,
     gate: Tensor,
     held_rows: Tensor,
     state: Tensor,
-    conv: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm: Tensor,
-    eps: float,
-    lower_bound: float | None,
-    second: Tensor | None,
+    layer: Layer,
+    out: Tensor,
+    warps: int,
+    parts: int = 1,
+    squares: Tensor | None = None,
 ) -> None:
-    """Rows that count at once into ``out``; see `row_kernel` for ``parts`` and ``squares``."""
+    """Rows that count at once, a program of so many warps for each of ``parts`` of a head.
+
+    Args:
+        rows, decay, beta, gate, held_rows, state: As of `kda_decode.kda_decode`, T = 1 and R = 0.
+        layer: What they go through.
+        out: [B, ..] of H V numbers a sequence, written; of several parts not yet normed.
+        warps: Of a program.
+        parts: Programs of a head.
+        squares: [B, H, parts] float32, written where there are several; see `row_kernel`.
+    """
     B, H, K, V = state.shape
-    given = (rows, decay, beta, gate, held_rows, state)
+    given, second = (rows, decay, beta, gate, held_rows, state), layer.second
     row_kernel[(B * H * parts,)](
-        *given, decay if second is None else second, conv, A_log, dt_bias, norm, out, squares,
-        K**-0.5, eps, 0.0 if lower_bound is None else lower_bound,
+        *given, decay if second is None else second, layer.conv, layer.A_log, layer.dt_bias,
+        layer.norm, out, out if squares is None else squares,
+        K**-0.5, layer.eps, 0.0 if layer.lower_bound is None else layer.lower_bound,
         *(x.stride(0) for x in given[:5]), held_rows.stride(1), state.stride(0),
-        H=H, K=K, V=V, W=len(conv), R=16 if second is None else second.shape[2], PARTS=parts,
-        FACTORS=0 if second is None else len(second), BOUNDED=lower_bound is not None,
+        H=H, K=K, V=V, W=len(layer.conv), R=16 if second is None else second.shape[2], PARTS=parts,
+        FACTORS=0 if second is None else len(second), BOUNDED=layer.lower_bound is not None,
         AHEAD=_on_16_bytes(held_rows, H * K), num_warps=warps, **early(),
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dspark_kernels import kda_decode_triton, linear_rows_triton
-from dspark_kernels.kda_decode_triton import one_row
+from dspark_kernels.kda_decode_triton import Layer, one_row
 from dspark_kernels.linear_rows_triton import Plan, share_of_soon
 from dspark_kernels.overlap import ahead, begin, early, wait
 from dspark_kernels.rows_tile import fold, once
@@ -106,10 +106,9 @@ def kda_output(
     y = torch.empty((B, H * V), dtype=rows.dtype, device=rows.device)
     many = PARTS if B == 1 and _held(I, V) else 1
     squares = torch.empty((B, H, many), dtype=torch.float32, device=rows.device)
-    one_row(
-        y, squares, many, WARPS if many > 1 else kda_decode_triton.WARPS, rows, decay, beta, gate,
-        held_rows, state, conv, A_log, dt_bias, norm, eps, lower_bound, second,
-    )  # fmt: skip
+    layer = Layer(conv, A_log, dt_bias, norm, eps, lower_bound, second)
+    warps = WARPS if many > 1 else kda_decode_triton.WARPS
+    one_row(rows, decay, beta, gate, held_rows, state, layer, y, warps, many, squares)
     if many == 1:
         return linear_rows_triton.linear_rows(y, weight, residual=residual, soon=soon)
     how = plan(I)
