@@ -39,6 +39,7 @@ from dspark_kernels import low_rank_rows as low_rank_rows_op
 from dspark_kernels import markov_sample as markov_sample_op
 from dspark_kernels import mla_decode as mla_decode_op
 from dspark_kernels import moe_decode as moe_decode_op
+from dspark_kernels import moments as moments_op
 from dspark_kernels import settle as settle_op
 from dspark_kernels import verify_sample as verify_sample_op
 
@@ -234,6 +235,10 @@ distill_pull = _op("distill_pull", distill_loss.pull, "distill_loss_triton:pull"
 adamw = _op("adamw", adamw_op.adamw, "adamw_triton:adamw")
 Moments = adamw_op.Moments
 Rates = adamw_op.Rates
+round_moment = moments_op.round_moment
+pack_moment = moments_op.pack_moment
+unpack_moment = moments_op.unpack_moment
+MOMENT_BLOCK = moments_op.BLOCK
 grad_norms = _op("grad_norms", grad_norms_op.grad_norms, "grad_norms_triton:grad_norms")
 settle = _op("settle", settle_op.settle, "settle_triton:settle")
 Settled = settle_op.Seats

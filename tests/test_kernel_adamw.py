@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dspark_kernels import adamw as reference
-from dspark_kernels.adamw import BLOCK, Moments, Rates, unpacked
+from dspark_kernels.adamw import Moments, Rates, unpacked
+from dspark_kernels.moments import BLOCK
 from tests.tolerance import assert_close
 
 kernel = pytest.importorskip("dspark_kernels.adamw_triton", reason="needs Triton")

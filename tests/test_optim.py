@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dspark.distill.average import Average
-from dspark.distill.moments import BLOCK, CODECS, Codec
+from dspark.distill.moments import CODECS, Codec
 from dspark.distill.muon import Muon, hidden_matrices, orthogonalise
 from dspark.distill.optim import Optimiser
 from dspark.distill.rules import AdamW, PackedAdamW
 from dspark.distill.train_settings import TrainSettings
 from dspark.errors import UserError
+from dspark.ops import MOMENT_BLOCK as BLOCK
 from tests.distill_setup import drafter, same, trainer, weights
 from tests.tolerance import assert_close
 from tests.toy_target import ToyTarget

@@ -1,15 +1,6 @@
-"""Optimiser moments in two bytes or one: how they are rounded, and what that can cost.
+"""Optimiser moments in two bytes or one, as tensors that a state can be saved with.
 
-bf16    the upper half of a float32: 8 bits of mantissa.
-int8    blocks of 256 values share one float32 scale, the block's largest magnitude s. A code c of
-        n stands for s (c/n)^k: k = 2, n = 127 with a sign for the first moment, k = 4, n = 255 for
-        the second, so that codes lie dense near zero, where most values are. (Block-wise
-        quantisation: Dettmers et al. 2022.)
-
-Both round at random to one of the two neighbours, up with the chance that makes the mean right. A
-moment moves by a few percent of itself a step, often less than half the distance of neighbours:
-rounded to the nearest it would never move. A second moment above zero never becomes zero, since
-the first one is divided by its root.
+How they are rounded, and why at random, stands in `dspark_kernels/moments.py`.
 """
 
 from __future__ import annotations
@@ -21,11 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dspark import ops
+
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of tensors by name."""
-
-BLOCK = 256
-"""Values that share a scale."""
 
 
 class Codec(Protocol):
@@ -50,11 +40,7 @@ class BFloat16:
 
     def pack(self, value: Tensor, signed: bool, generator: torch.Generator) -> dict[str, Tensor]:
         del signed
-        noise = torch.randint(
-            1 << 16, value.shape, generator=generator, device=value.device, dtype=torch.int32
-        )
-        bits = value.contiguous().view(torch.int32) + noise
-        return {"": (bits & -(1 << 16)).view(torch.float32).to(torch.bfloat16)}
+        return {"": ops.round_moment(value, generator)}
 
     def unpack(self, parts: Mapping[str, Tensor], shape: torch.Size, signed: bool) -> Tensor:
         del shape, signed
@@ -71,41 +57,18 @@ class Int8:
     parts: tuple[str, ...] = (".codes", ".scales")
 
     def pack(self, value: Tensor, signed: bool, generator: torch.Generator) -> dict[str, Tensor]:
-        codes, power = _scheme(signed)
-        flat = value.reshape(-1)
-        blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
-        magnitude = blocks.abs()
-        scales = magnitude.amax(-1, keepdim=True)
-        share = magnitude / scales.clamp_min(torch.finfo(torch.float32).tiny)
-        below = (share.pow(1 / power) * codes).floor_().clamp_(max=codes - 1)
-        low, high = below.div(codes).pow_(power), (below + 1).div_(codes).pow_(power)
-        chance = (share - low) / (high - low)
-        noise = torch.rand(share.shape, generator=generator, device=share.device)
-        code = below + (noise < chance)
-        if signed:
-            packed = (code * blocks.sign()).to(torch.int8)
-        else:
-            packed = torch.where(magnitude > 0, code.clamp_min(1), code).to(torch.uint8)
-        return {".codes": packed.view(-1)[: len(flat)].clone(), ".scales": scales[:, 0]}
+        return dict(zip(self.parts, ops.pack_moment(value, signed, generator), strict=True))
 
     def unpack(self, parts: Mapping[str, Tensor], shape: torch.Size, signed: bool) -> Tensor:
-        codes, power = _scheme(signed)
-        values = parts[".codes"].float().div_(codes)
-        values = values.sign() * values.abs().pow_(power)
-        scales = parts[".scales"].repeat_interleave(BLOCK)[: len(values)]
-        return (values * scales).view(shape)
+        del signed  # the dtype of codes says so
+        return ops.unpack_moment(*(parts[name] for name in self.parts)).view(shape)
 
     def layout(self, shape: torch.Size, signed: bool) -> Layout:
         size = shape.numel()
         return {
             ".codes": ((size,), torch.int8 if signed else torch.uint8),
-            ".scales": ((math.ceil(size / BLOCK),), torch.float32),
+            ".scales": ((math.ceil(size / ops.MOMENT_BLOCK),), torch.float32),
         }
-
-
-def _scheme(signed: bool) -> tuple[int, int]:
-    """Largest code n and power k."""
-    return (127, 2) if signed else (255, 4)
 
 
 CODECS: dict[str, Codec] = {"bf16": BFloat16(), "int8": Int8()}

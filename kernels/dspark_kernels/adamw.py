@@ -7,9 +7,7 @@
 reach the host before the update is on its way. Where it is not finite nothing is changed.
 
 Moments come as float32, as bfloat16, or as one-byte codes with a float32 scale for every `BLOCK`
-values: a code c of n stands for (c/n)^k of its block's largest magnitude, k = 2, n = 127 with a
-sign for m, k = 4, n = 255 for v. Both of the small kinds round at random to one of two neighbours,
-so that a change below half their distance is not lost each time; a v above zero never becomes zero.
+values; `moments` says what a code stands for and how both of the small kinds are rounded.
 
 Letters: N values of a parameter, t updates.
 """
@@ -21,8 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BLOCK = 256
-"""Values that share a scale."""
+from dspark_kernels.moments import pack_moment, round_moment, unpack_moment
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,46 +97,16 @@ def corrections(rates: Rates) -> tuple[float, float]:
 
 def unpacked(values: Tensor, scales: Tensor | None) -> Tensor:
     """A moment in float32."""
-    if scales is None:
-        return values.float()
-    codes, power = _scheme(values)
-    wide = values.float() / codes
-    wide = wide.sign() * wide.abs() ** power
-    return wide * scales.repeat_interleave(BLOCK)[: len(values)]
-
-
-def _scheme(codes: Tensor) -> tuple[int, int]:
-    """n and k."""
-    return (127, 2) if codes.dtype == torch.int8 else (255, 4)
+    return values.float() if scales is None else unpack_moment(values, scales)
 
 
 def _pack(value: Tensor, out: Tensor, scales: Tensor | None, generator: torch.Generator) -> None:
     if scales is not None:
-        _pack_codes(value, out, scales, generator)
-    elif out.dtype == torch.float32:
-        out.copy_(value)
+        codes, found = pack_moment(value, out.dtype == torch.int8, generator)
+        out.copy_(codes)
+        scales.copy_(found)
     else:
-        noise = torch.randint(
-            1 << 16, value.shape, generator=generator, device=value.device, dtype=torch.int32
-        )
-        out.copy_(((value.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32))
-
-
-def _pack_codes(value: Tensor, out: Tensor, scales: Tensor, generator: torch.Generator) -> None:
-    codes, power = _scheme(out)
-    blocks = torch.nn.functional.pad(value, (0, -len(value) % BLOCK)).view(-1, BLOCK)
-    scales.copy_(blocks.abs().amax(-1))
-    share = blocks.abs() / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-    below = (share ** (1 / power) * codes).floor().clamp(max=codes - 1)
-    low, high = (below / codes) ** power, ((below + 1) / codes) ** power
-    noise = torch.rand(share.shape, generator=generator, device=share.device)
-    code = below + (noise < (share - low) / (high - low))
-    code = (
-        code * blocks.sign()
-        if out.dtype == torch.int8
-        else torch.where(blocks > 0, code.clamp_min(1), code)
-    )
-    out.copy_(code.view(-1)[: len(value)])
+        out.copy_(value if out.dtype == torch.float32 else round_moment(value, generator))
 
 
 def cost(count: int, gradient: int, moments: Moments, copy: bool = False) -> int:

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dspark_kernels.adamw import BLOCK, Moments, Rates, corrections
+from dspark_kernels.adamw import Moments, Rates, corrections
+from dspark_kernels.moments import BLOCK
 
 ROWS, WARPS = 8, 4
 _KIND = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}

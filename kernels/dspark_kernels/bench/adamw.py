@@ -8,8 +8,9 @@ from functools import partial
 import torch
 
 from dspark_kernels import adamw as reference
-from dspark_kernels.adamw import BLOCK, Moments, Rates
+from dspark_kernels.adamw import Moments, Rates
 from dspark_kernels.bench.harness import Case, Thunk
+from dspark_kernels.moments import BLOCK
 
 COUNT = 9_728 * 2_560 * 4
 """Values: four of the largest matrices of a drafter for Qwen3-4B."""
