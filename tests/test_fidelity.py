@@ -242,7 +242,7 @@ def test_greedy_texts_are_the_best_tokens_and_one_that_is_not_has_its_margin(tar
     best = logits.topk(2).values
     assert (entry["answer"], entry["position"]) == (1, 10)
     assert entry["margin"] == pytest.approx(float(best[0] - best[1]))
-    assert "1 of 41 tokens are not the target's best" in fidelity.fidelity_warnings(found)[0]
+    assert "1 of 41 tokens is not the target's best" in fidelity.fidelity_warnings(found)[0]
 
 
 def test_a_near_tie_is_no_defect():

@@ -253,8 +253,9 @@ def fidelity_warnings(found: dict[str, Any] | None) -> list[str]:
         return []
     if found["method"] == "greedy":
         count = found["not_best"] - found["near_ties"]
+        are = "is" if count == 1 else "are"
         return [
-            f"{NOT_LOSSLESS}: {count} of {found['tokens']} tokens are not the target's best, "
+            f"{NOT_LOSSLESS}: {count} of {found['tokens']} tokens {are} not the target's best, "
             f"by up to {found['largest_margin']:.3g} in logits, more than rounding explains"
         ]
     parts = [f"{key} p = {found[key]['p']:.1e}" for key in ("rank", "surprise") if found[key]]

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from dspark.wording import counted
+
 NOT_LOSSLESS = "NOT LOSSLESS"
 Checked = Mapping[str, Any]
 
@@ -32,9 +34,10 @@ def mismatch_warnings(mismatches: list[dict[str, Any]] | None, *, lossy: bool) -
     if not count:
         return []
     gap = max(entry["top2_gap"] for entry in mismatches or () if not entry["near_tie"])
+    are, most = ("is", "of") if count == 1 else ("are", "up to")
     return [
-        f"{NOT_LOSSLESS}: {count} greedy answers are not plain decoding's, by a gap of the top two "
-        f"logits up to {gap:.3g}, more than rounding explains"
+        f"{NOT_LOSSLESS}: {counted(count, 'greedy answer')} {are} not plain decoding's, by a gap "
+        f"of the top two logits {most} {gap:.3g}, more than rounding explains"
     ]
 
 
@@ -76,7 +79,10 @@ def verdict(found: Checked) -> str:
     """A check in a few words. An agreement says what it could have seen: it is no proof."""
     if found["method"] == "greedy":
         wrong = found["not_best"] - found["near_ties"]
-        return f"differs: {wrong} tokens are not the target's best" if wrong else "agrees"
+        are = "is" if wrong == 1 else "are"
+        return (
+            f"differs: {counted(wrong, 'token')} {are} not the target's best" if wrong else "agrees"
+        )
     if found["passed"] is None:
         return "untested: too few tokens"
     if not found["passed"]:
