@@ -241,6 +241,7 @@ unpack_moment = moments_op.unpack_moment
 MOMENT_BLOCK = moments_op.BLOCK
 grad_norms = _op("grad_norms", grad_norms_op.grad_norms, "grad_norms_triton:grad_norms")
 settle = _op("settle", settle_op.settle, "settle_triton:settle")
+up_to_the_end = settle_op.up_to_the_end
 Settled = settle_op.Seats
 LETTER_HEADS = settle_op.HEADS
 block_attention = _op(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dspark import ops
 from dspark.runtime.records import Plan, Proposal, Verdict
 from dspark.runtime.tree import Rows, build_rows
 
@@ -52,13 +53,7 @@ def keep(tokens: Tensor, verdict: Verdict, left: Tensor, ends: Tensor) -> Kept:
     said = torch.cat((tokens, tokens.new_zeros(batch, 2)), dim=1)
     said = torch.where(step < accepted, said, verdict.next_token.unsqueeze(1))
     said = torch.where(rescued & (step == accepted), verdict.sibling.unsqueeze(1), said)
-    count = (accepted + rescued + 1).squeeze(1)
-    over = ends.gather(1, said) & (step < count.unsqueeze(1))
-    ended = over.any(dim=1)
-    count = torch.where(ended, over.byte().argmax(dim=1) + 1, count)
-    live = left > 0
-    count = torch.where(live, count, 0)
-    return Kept(count, torch.where(live & ~ended, left - count, 0))
+    return Kept(*ops.up_to_the_end(said, (accepted + rescued + 1).squeeze(1), left, ends))
 
 
 @dataclass(frozen=True, eq=False)

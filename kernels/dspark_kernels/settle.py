@@ -70,18 +70,35 @@ def settle(
     step = torch.arange(most + 1, device=tokens.device)
     said = torch.cat((tokens, next_token.unsqueeze(1)), dim=1)
     said = torch.where(step < accepted.unsqueeze(1), said, next_token.unsqueeze(1))
-    over = ends.gather(1, said) & (step <= accepted.unsqueeze(1))
-    ended = over.any(dim=1)
-    live = seats.left > 0
-    count = torch.where(ended, over.byte().argmax(dim=1) + 1, accepted + 1)
-    count = torch.where(live, count, 0)
-    seats.left.copy_(torch.where(live & ~ended, seats.left - count, 0))
+    count, left = up_to_the_end(said, accepted + 1, seats.left, ends)
+    seats.left.copy_(left)
     seats.sent.copy_((seats.left - 1).clamp(0, most))
     seats.anchor.copy_(next_token)
     seats.lengths.add_(count)
     if seats.accepted is not None:
         seats.accepted.copy_(count)
     return count, letter
+
+
+def up_to_the_end(said: Tensor, count: Tensor, left: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """What counts of the first ``count`` [B] tokens of ``said`` [B, n]: those up to an end token.
+
+    Args:
+        said: int64.
+        count: [B] int64, at least 1.
+        left: [B] int64, tokens that may still come, at least ``count`` where it is not 0.
+        ends: [B, V] bool, marks the ids that end the text.
+
+    Returns:
+        How many count, [B] int64, 0 where nothing was left; tokens that may still come, 0 where the
+        text has ended.
+    """
+    step = torch.arange(said.shape[1], device=said.device)
+    over = ends.gather(1, said) & (step < count.unsqueeze(1))
+    ended, live = over.any(dim=1), left > 0
+    count = torch.where(ended, over.byte().argmax(dim=1) + 1, count)
+    count = torch.where(live, count, 0)
+    return count, torch.where(live & ~ended, left - count, 0)
 
 
 def _drafters_fault(peak: Tensor) -> Tensor:
