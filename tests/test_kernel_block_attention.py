@@ -90,7 +90,8 @@ def compare(case: Case, dtype: torch.dtype = torch.float64) -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ROWS", "KEYS", "OWN_ROWS", "DQ_ROWS", "DQ_KEYS", "DK_ROWS", "DK_KEYS"):
+    """All but the rows of a step of `d_keys`, which are no fewer than its own."""
+    for name in ("ROWS", "KEYS", "OWN_ROWS", "DQ_ROWS", "DQ_KEYS", "DK_KEYS"):
         monkeypatch.setattr(kernel, name, 16)
 
 
@@ -152,6 +153,15 @@ def test_what_the_kernels_do_not_take_is_said() -> None:
     assert kernel.refuses(case.q, *places, 64, 0.3) is None
     assert "130 rows" in (kernel.refuses(case.q, *places, 65, 0.3) or "")
     assert "scale" in (kernel.refuses(case.q, *places, 3, 0.0) or "")
+
+
+def test_sums_of_fewer_rows_than_a_copy_begins_at_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A card takes a misaligned address there, which the interpreter does not see."""
+    monkeypatch.setattr(kernel, "DK_ROWS", 16)
+    with pytest.raises(ValueError, match="DK_ROWS of 16: expected a multiple of 32"):
+        Case(SMALL[4]).run(kernel.block_attention, HALF)
 
 
 def test_operations_count_what_is_seen() -> None:

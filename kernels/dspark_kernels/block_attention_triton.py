@@ -131,7 +131,7 @@ class _BlockAttention(torch.autograd.Function):
         at_once = max(1, min(groups, DS_BYTES // (height * pitch * q.element_size())))
         ds_seen = q.new_empty(at_once * height, pitch)
         of_rows = [_row_tiles(x, shape["P"]) for x in (q, gradient)]
-        of_sums = [TensorDescriptor.from_tensor(x, [DK_ROWS]) for x in (norm, delta)]
+        of_sums = [_sum_tiles(x) for x in (norm, delta)]
         sizes = {**shape, "W": window}
         for start in range(0, groups, at_once):
             some = min(at_once, groups - start)
@@ -163,6 +163,14 @@ def _row_tiles(x: Tensor, heads: int) -> TensorDescriptor:
     """Of queries or their gradients: slots, times `heads` from some head on."""
     block = [DK_ROWS // heads, heads, x.shape[3]]
     return TensorDescriptor.from_tensor(x.view(-1, *x.shape[2:]), block)
+
+
+def _sum_tiles(x: Tensor) -> TensorDescriptor:
+    """Of `norm` or `delta`: a number a row."""
+    # Copies in flight lie one behind the other, and each has to begin at 128 bytes.
+    if DK_ROWS % 32:
+        raise ValueError(f"DK_ROWS of {DK_ROWS}: expected a multiple of 32, 128 bytes of sums")
+    return TensorDescriptor.from_tensor(x, [DK_ROWS])
 
 
 def _shape(q: Tensor, keys: Tensor, slots: int) -> dict[str, int]:
