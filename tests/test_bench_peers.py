@@ -4,8 +4,11 @@ long."""
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import sys
 import time
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import ModuleType
 
@@ -76,6 +79,24 @@ def test_ours_is_printed_whatever_the_peer_takes(
     assert rows[1]["peer"] == "fla: not within 0.2 seconds"
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed] == ["8", "16", "8", "16"]
+
+
+def test_the_json_says_what_was_asked_where_and_when(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "times.json"
+    asked = ["settle", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["bench", *asked])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "copy_rate", lambda: 1e12)
+    monkeypatch.setattr(command, "_machine", lambda: "a card, torch 2")
+    monkeypatch.setattr(command, "_run", lambda op, rate, options: [{"op": op}])
+    assert command.main() == 0
+    written = json.loads(file.read_text())
+    assert (written["schema_version"], written["machine"]) == (1, "a card, torch 2")
+    assert written["command"] == f"python -m dspark_kernels.bench {' '.join(asked)}"
+    assert datetime.now(timezone.utc) - datetime.fromisoformat(written["date"]) < timedelta(hours=1)
+    assert written["cases"] == [{"op": "settle"}]
 
 
 def test_every_kernel_is_timed() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dspark_eval import draft_step
+from tests.headings import assert_headed
 
 TINY = [
     "--device", "cpu", "--hidden", "32", "--layers", "2", "--vocab", "90", "--shrink", "16",
@@ -18,8 +19,10 @@ TINY = [
 
 def test_rows_and_bytes(tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
-    draft_step.main([*TINY, "--contexts", "64", "16", "--json", str(file)])
+    asked = [*TINY, "--contexts", "64", "16", "--seed", "3", "--json", str(file)]
+    assert draft_step.main(asked) == 0
     document = json.loads(file.read_text())
+    assert_headed(document, "draft_step", asked, 3)
     rows = {(row["backbone"], row["context"]): row for row in document["rows"]}
     assert list(rows) == [(b, n) for b in ("attention", "mla", "kda") for n in (16, 64)]
     grown = {

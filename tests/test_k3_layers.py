@@ -12,6 +12,7 @@ import torch
 from dspark.k3.cost import pass_bytes
 from dspark_eval import k3_layers
 from dspark_eval.k3_layers import TINY, Step, random_layer
+from tests.headings import assert_headed
 
 CPU = torch.device("cpu")
 
@@ -43,8 +44,10 @@ def test_a_step_is_so_many_layers_of_its_own_state(kind: str) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "layers.json"
     asked = ["--shape", "tiny", "--device", "cpu", "--context", "20", "--count", "1"]
-    assert k3_layers.main([*asked, "--rows", "1", "3", "--json", str(out)]) == 0
+    whole = [*asked, "--rows", "1", "3", "--seed", "4", "--json", str(out)]
+    assert k3_layers.main(whole) == 0
     found = json.loads(out.read_text())
+    assert_headed(found, "k3_layers", whole, 4)
     assert [row["rows"] for row in found["layers"]["mla"]] == [1, 3]
     assert found["layers"]["kda"][0]["experts"] == 4
     assert "kda layer, 3 rows" in capsys.readouterr().out

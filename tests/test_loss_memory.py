@@ -11,6 +11,7 @@ import torch
 
 from dspark.distill import fused
 from dspark_eval.loss_memory import LossSize, main, measure, predicted_bytes
+from tests.headings import assert_headed
 
 CPU = torch.device("cpu")
 SIZE = LossSize(vocab=8192, hidden=64, rank=16, blocks=32, slots=7, chunk=28, dtype="float32")
@@ -48,8 +49,10 @@ def test_buffers_that_outlive_their_chunk_would_be_seen(monkeypatch: pytest.Monk
 def test_command_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "memory.json"
     sizes = ["--vocab", "500", "--hidden", "8", "--rank", "4", "--blocks", "6", "--chunk", "14"]
-    assert main([*sizes, "--whole", "--json", str(file)]) == 0
+    asked = [*sizes, "--whole", "--json", str(file)]
+    assert main(asked) == 0
     written = json.loads(file.read_text())
+    assert_headed(written, "loss_memory", asked, None, "bfloat16")
     text = capsys.readouterr().out
     assert json.loads(text[text.index("{") :]) == written
     assert [entry["method"] for entry in written["measured"]] == ["fused", "whole"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from dspark_eval.lossless.statistics import TV, critical, detectable, fit, power
 from dspark_eval.lossless.suite import SETTINGS, Outcome, grid, plant
 from dspark_eval.lossless.world import Tables, World, reference
 from tests import laws
+from tests.headings import assert_headed
 from tests.laws import seeded
 
 
@@ -62,14 +65,16 @@ def test_an_honest_run_is_not_taken_for_a_defect() -> None:
 
 
 @pytest.mark.parametrize("passed", [True, False])
-def test_the_exit_code_tells(
-    passed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: object
-) -> None:
+def test_the_exit_code_tells(passed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     outcome = Outcome("a case", DRAWS, 0.5 if passed else 0.0, 0.003, 23)
     defect = Outcome("a defect", DRAWS, 0.0, 0.1, 23)
     report = Report(False, 1e-5, {}, [outcome], [replace(outcome, p=0.5)], [defect])
     monkeypatch.setattr(command, "run_suite", lambda *args, **options: report)
-    assert command.main([]) == (0 if passed else 1)
+    asked = ["--seed", "6", "--json", str(tmp_path / "report.json")]
+    assert command.main(asked) == (0 if passed else 1)
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert_headed(written, "lossless", asked, 6)
+    assert written["passed"] is passed
 
 
 # Statistics -------------------------------------------------------------------------------------

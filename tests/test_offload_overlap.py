@@ -9,6 +9,7 @@ import pytest
 
 from dspark_eval import offload_overlap
 from dspark_eval.offload_overlap import hidden_share
+from tests.headings import assert_headed
 
 
 @pytest.mark.parametrize(
@@ -21,8 +22,10 @@ def test_the_shorter_is_hidden_by_what_both_together_save(both: float, share: fl
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "found.json"
     asked = ["--shape", "tiny", "--device", "cpu", "--requests", "3", "--frames", "2"]
-    assert offload_overlap.main([*asked, "--json", str(out)]) == 0
+    whole = [*asked, "--seed", "2", "--json", str(out)]
+    assert offload_overlap.main(whole) == 0
     found = json.loads(out.read_text())
+    assert_headed(found, "offload_overlap", whole, 2)
     one = 3 * (2 * 16 * 16 + 3 * 3 * 2 * 16) * 4
     assert found["bytes"] == 3 * one, "three layers: two heads of 16 x 16, a window of 3 x 96"
     assert found["seconds"]["both"] > found["seconds"]["copies"] > 0

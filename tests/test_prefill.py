@@ -25,6 +25,7 @@ from dspark.taps import TapSet
 from dspark_eval import prefill_memory
 from dspark_eval.live_bytes import LiveBytes
 from dspark_eval.prefill_memory import bank_bytes, deeper, main, measure
+from tests.headings import assert_headed
 from tests.hf_tiny import tiny_hf
 from tests.k3_tiny import PLAIN, TINY, tiny_model, tiny_tokens
 from tests.tolerance import assert_close
@@ -222,8 +223,11 @@ def test_taps_of_earlier_chunks_are_gone(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "memory.json"
-    main(["--layers", "3", "--tokens", "40", "--chunk", "16", "--whole", "--json", str(out)])
-    chunked, whole = json.loads(out.read_text())
+    asked = ["--layers", "3", "--tokens", "40", "--chunk", "16", "--whole", "--json", str(out)]
+    assert main(asked) == 0
+    document = json.loads(out.read_text())
+    assert_headed(document, "prefill_memory", asked, None)
+    chunked, whole = document["rows"]
     assert (chunked["chunk"], whole["chunk"]) == (16, 40)
     assert chunked["peak_bytes"] < whole["peak_bytes"]
     assert "peak MB" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from dspark.runtime.prefix_cache import PrefixCache
 from dspark.runtime.requests import Request
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import prefix_reuse
+from tests.headings import assert_headed
 from tests.hf_tiny import tiny_hf
 from tests.prefix_setup import (
     DRAFTERS,
@@ -156,9 +157,10 @@ def test_what_a_request_does_later_reaches_no_checkpoint():
 
 def test_the_command_that_measures_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = tmp_path / "reuse.json"
-    size = ["--shared", "40", "--prompts", "4", "--max-new-tokens", "3"]
-    assert prefix_reuse.main([*size, "--json", str(out)]) == 0
+    asked = ["--shared", "40", "--prompts", "4", "--max-new-tokens", "3", "--json", str(out)]
+    assert prefix_reuse.main(asked) == 0
     found = json.loads(out.read_text())
+    assert_headed(found, "prefix_reuse", asked, None)
     assert (found["mismatches"], found["requests"], found["hits"]) == (0, 4, 2)
     assert found["reused"] >= 2 * 40
     assert found["asked"] == found["prompt_tokens"]

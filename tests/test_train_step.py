@@ -16,6 +16,7 @@ from dspark.distill.loss import distill_loss
 from dspark.distill.terms import slot_weights
 from dspark_eval.train_step import StepSize, main, make_trainer, measure, settings
 from dspark_eval.train_step_peer import plain_loss
+from tests.headings import assert_headed
 
 CPU = torch.device("cpu")
 SIZE = StepSize(
@@ -89,6 +90,7 @@ def test_command_prints_a_table_and_writes_json(
     assert main([*sizes, *asked]) == 0
     assert "bf16" in capsys.readouterr().out
     written = json.loads(file.read_text())
+    assert_headed(written, "train_step", [*sizes, *asked], None, "bfloat16")
     assert written["size"]["vocab"] == 60
     assert [each["moments"] for each in written["steps"]] == ["bf16"]
     if not torch.cuda.is_available():

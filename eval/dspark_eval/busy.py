@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import typer
 
@@ -14,5 +17,11 @@ def say_if_busy() -> None:
     Before anything of ours is measured: at the end the load is partly our own. Shown with
     `--json` too, whose stdout stays JSON.
     """
-    for text in busy_warnings(describe_environment(torch.device("cpu"), torch.float32)):
+    facts = describe_environment(torch.device("cpu"), torch.float32)
+    say_warnings({"warnings": busy_warnings(facts)})
+
+
+def say_warnings(document: Mapping[str, Any]) -> None:
+    """Those of a document that begins with `environment.heading`, on stderr."""
+    for text in document["warnings"]:
         typer.echo(f"warning: {text}", err=True)

@@ -32,7 +32,7 @@ from dspark.k3.model import K3ForCausalLM
 from dspark.runtime.graph_decode import GraphDecoder
 from dspark.runtime.k3_target import K3Target
 from dspark_eval.device_profile import profile
-from dspark_eval.frame_document import heading
+from dspark_eval.environment import heading
 from dspark_eval.random_k3 import SHAPES, random_model
 from dspark_eval.same_weights import peer_kernels, peer_model
 

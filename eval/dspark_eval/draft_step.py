@@ -40,7 +40,8 @@ from dspark.draft.mla_context import MLAContext
 from dspark.draft.shapes import KDAShape, MLAShape
 from dspark.errors import UserError
 from dspark.files import atomic_write_json
-from dspark_eval.environment import describe_environment
+from dspark_eval.busy import say_warnings
+from dspark_eval.environment import heading
 
 HEADS = {"attention": (64, 16, 64), "mla": (64, 64, 192), "kda": (64, 64, 128)}
 """Query heads, key heads and head dim at K3's size."""
@@ -213,6 +214,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--shrink", type=int, default=1, help="divide heads and head widths by it")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and contexts")
     parser.add_argument("--json", type=Path, default=None)
     given = parser.parse_args(arguments)
     unknown = [name for name in given.backbones if name not in BACKBONES]
@@ -222,6 +224,9 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError("--contexts, --repeats and --shrink: expected at least 1")
     device = find_device(given.device, "--device")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    facts = heading("draft_step", arguments, given.seed, device, dtype)
+    say_warnings(facts)
+    torch.manual_seed(given.seed)
     rate = copy_rate(device)
     rows: list[dict[str, Any]] = []
     typer.echo(
@@ -243,8 +248,7 @@ def main(arguments: Sequence[str]) -> None:
         del step
     typer.echo(f"copy rate {rate / 1e12:.2f} TB/s; ran {ops.ran()}")
     if given.json is not None:
-        facts = describe_environment(device, dtype)
-        document = {"environment": facts, "copy_bytes_per_s": rate, "ran": ops.ran(), "rows": rows}
+        document = {**facts, "copy_bytes_per_s": rate, "ran": ops.ran(), "rows": rows}
         atomic_write_json(given.json, document)
 
 

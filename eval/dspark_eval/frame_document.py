@@ -1,6 +1,7 @@
 """What the JSON of recorded frames holds beside the times: enough to check its figures by.
 
-    schema_version, command, date, machine, versions, revision, seed, n_prompts of every set
+    schema_version, command, seed, environment    `environment.heading`
+    n_prompts   of every set
     by_prompt   tokens after the first, rounds, tokens that the rounds gave
     by_batch    tokens after the first, seconds; with one seat a batch is a prompt
 
@@ -12,30 +13,12 @@ both from such a document, and is what they are computed with in the first place
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
-from dspark_eval.environment import busy_warnings, describe_environment
 from dspark_eval.intervals import Interval, bootstrap_ci95, ratio_of_ratios, sample_size_warnings
-
-SCHEMA_VERSION = 1
-
-
-def heading(
-    module: str, arguments: Sequence[str], seed: int, device: torch.device, dtype: torch.dtype
-) -> dict[str, Any]:
-    """The first keys of a document, known before anything is measured."""
-    facts = describe_environment(device, dtype)
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "command": f"python -m dspark_eval.{module} " + " ".join(arguments),
-        "seed": seed,
-        "environment": facts,
-        "warnings": busy_warnings(facts),
-    }
 
 
 def speedup(way: Mapping[str, Any], plain: Mapping[str, Any]) -> tuple[float, Interval | None]:

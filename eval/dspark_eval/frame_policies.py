@@ -36,7 +36,8 @@ from dspark.runtime.graph_sizes import SMALL, ByRate, SizeRule
 from dspark.runtime.policies import Auto, Fixed
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
-from dspark_eval.frame_document import few_warnings, heading, lines, speedup
+from dspark_eval.environment import heading
+from dspark_eval.frame_document import few_warnings, lines, speedup
 from dspark_eval.frame_runs import (
     Always,
     Run,

@@ -33,7 +33,8 @@ from dspark.runtime.k3_target import K3Target
 from dspark.runtime.loading import load_target
 from dspark.runtime.sampling import SamplingParams
 from dspark.wording import counted
-from dspark_eval.frame_document import few_warnings, heading
+from dspark_eval.environment import heading
+from dspark_eval.frame_document import few_warnings
 from dspark_eval.frame_runs import Subject, best_length, compare, distinct_experts, of_frames
 from dspark_eval.suites import load_suites
 from dspark_eval.twins import load_twin

@@ -35,8 +35,9 @@ from dspark.k3.config import K3Config
 from dspark.k3.static.decode import StaticDecoder
 from dspark.k3.static.weights import LayerWeights, tensors
 from dspark.runtime.graph_replay import Replay
+from dspark_eval.busy import say_warnings
 from dspark_eval.decode_speed import COPY_BYTES, copy_rate, seconds_each
-from dspark_eval.environment import describe_environment
+from dspark_eval.environment import heading
 from dspark_eval.projection import K3
 from dspark_eval.random_k3 import random_model
 
@@ -186,10 +187,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     device = find_device(options.device, "--device")
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
+    facts = heading("k3_layers", options.arguments, options.seed, device, dtype)
+    say_warnings(facts)
     ops.forget()
     rate = copy_rate(device, COPY_BYTES if on_gpu else 1 << 24)
     found: dict[str, Any] = {
-        "command": "python -m dspark_eval.k3_layers " + " ".join(options.arguments),
+        **facts,
         "shape": options.shape,
         "context": options.context,
         "copy_bytes_per_s": rate,
@@ -204,7 +207,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         print(lines(kind, found["layers"][kind], rate), flush=True)
         del layer
     found["ops"] = ops.ran()
-    found["environment"] = describe_environment(device, dtype)
     return found
 
 

@@ -33,6 +33,8 @@ from dspark.distill.terms import Objective
 from dspark.draft.heads import VanillaMarkovHead
 from dspark.errors import UserError
 from dspark.files import atomic_write_json
+from dspark_eval.busy import say_warnings
+from dspark_eval.environment import heading
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 METHODS = ("fused", "whole")
@@ -188,7 +190,10 @@ def main(arguments: Sequence[str]) -> None:
     low = [name for name, value in given.items() if isinstance(value, int) and value < 1]
     if low:
         raise UserError(f"--{low[0]} is {given[low[0]]}: expected at least 1")
-    result = report(LossSize(**given), find_device(device, "--device"), METHODS[: 1 + whole])
+    size, place = LossSize(**given), find_device(device, "--device")
+    facts = heading("loss_memory", arguments, None, place, DTYPES[size.dtype])
+    say_warnings(facts)
+    result = {**facts, **report(size, place, METHODS[: 1 + whole])}
     if file is not None:
         atomic_write_json(file, result)
     typer.echo(json.dumps(result, indent=2))

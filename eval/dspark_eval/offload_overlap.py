@@ -27,7 +27,8 @@ from dspark.files import atomic_write_json
 from dspark.k3.snapshot import Snapshot
 from dspark.runtime.graph_decode import GraphDecoder
 from dspark.runtime.k3_target import K3Target
-from dspark_eval.environment import describe_environment
+from dspark_eval.busy import say_warnings
+from dspark_eval.environment import heading
 from dspark_eval.random_k3 import SHAPES, random_model
 
 TIMES = 5
@@ -57,7 +58,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     device = find_device(options.device, "--device")
     on_gpu = device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    target = K3Target(random_model(SHAPES[options.shape], device, dtype), options.shape, ())
+    facts = heading("offload_overlap", options.arguments, options.seed, device, dtype)
+    say_warnings(facts)
+    model = random_model(SHAPES[options.shape], device, dtype, options.seed)
+    target = K3Target(model, options.shape, ())
     decoder = GraphDecoder(target, max_length=options.frames * TIMES * 8 + 64)
     idle = idle_requests(target, options.requests)
     sending: list[float] = []
@@ -87,7 +91,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     found = {name: median(seconds) for name, seconds in times.items()}
     moved = sum(snapshot.states_nbytes for snapshot in idle)
     return {
-        "command": "python -m dspark_eval.offload_overlap " + " ".join(options.arguments),
+        **facts,
         "shape": options.shape,
         "requests": options.requests,
         "frames": options.frames,
@@ -96,7 +100,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "seconds": found,
         "sending_s": median(sending),
         "hidden_share": hidden_share(found["frames"], found["copies"], found["both"]),
-        "environment": describe_environment(device, dtype),
     }
 
 
@@ -131,6 +134,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--requests", type=int, default=32, help="that are idle")
     parser.add_argument("--frames", type=int, default=40, help="in the meantime")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     options = parser.parse_args(arguments)
     if min(options.requests, options.frames) < 1:

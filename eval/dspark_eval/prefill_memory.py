@@ -33,6 +33,7 @@ from dspark.runtime.k3_target import K3Target
 from dspark.runtime.prefill import prefill
 from dspark.runtime.sampling import SamplingParams, request_generator
 from dspark.taps import TapSet
+from dspark_eval.environment import heading
 from dspark_eval.live_bytes import LiveBytes
 
 
@@ -104,6 +105,7 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError("prefill_memory: layers, tokens and chunk: expected at least 1")
     base = K3Config.from_dict(read_json(asset("k3-nano") / "config.json"))
     device, rows = find_device(given.device, "--device"), []
+    facts = heading("prefill_memory", arguments, None, device, torch.float32)
     typer.echo(f"{'layers':>6} {'tokens':>7} {'chunk':>6} {'peak MB':>9} {'bank MB':>9}")
     for layers in given.layers:
         for tokens in given.tokens:
@@ -115,7 +117,7 @@ def main(arguments: Sequence[str]) -> None:
                     f"{row['bank_bytes'] / 1e6:>9.3f}"
                 )
     if given.json is not None:
-        atomic_write_json(given.json, rows)
+        atomic_write_json(given.json, {**facts, "rows": rows})
         typer.echo(json.dumps({"rows": len(rows), "file": str(given.json)}))
 
 

@@ -17,8 +17,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dspark.assets import asset
 from dspark.console import Parser, module_command
 from dspark.devices import find_device
@@ -32,6 +30,8 @@ from dspark.runtime.plain import plain_generate
 from dspark.runtime.prefix_cache import PrefixCache
 from dspark.runtime.records import Generation
 from dspark.runtime.sampling import SamplingParams
+from dspark_eval.busy import say_warnings
+from dspark_eval.environment import heading
 
 
 def shared_prompts(loaded: LoadedTarget, shared: int, count: int) -> list[list[int]]:
@@ -102,8 +102,10 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     if min(given.shared, given.prompts, given.max_new_tokens) < 1 or given.budget_mb <= 0:
         raise UserError("prefix_reuse: every number must be at least 1, --budget-mb above 0")
-    torch.manual_seed(0)
     loaded = load_target(given.target, device=find_device(given.device, "--device"))
+    target = loaded.target
+    facts = heading("prefix_reuse", arguments, None, target.device, target.dtype)
+    say_warnings(facts)
     found = measure(
         loaded,
         given.draft,
@@ -115,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
     for name, value in found.items():
         print(f"{name:>18}  {value:.4g}" if isinstance(value, float) else f"{name:>18}  {value}")
     if given.json is not None:
-        atomic_write_json(given.json, found)
+        atomic_write_json(given.json, {**facts, **found})
     return 1 if found["mismatches"] else 0
 
 

@@ -45,6 +45,8 @@ from dspark.distill.trainer import Trainer
 from dspark.draft.config import DraftConfig
 from dspark.draft.model import DSparkDrafter
 from dspark.files import atomic_write_json
+from dspark_eval.busy import say_warnings
+from dspark_eval.environment import heading
 from dspark_eval.train_step_peer import measure_plain
 from dspark_eval.train_step_target import HeadTarget, random_states
 
@@ -234,19 +236,15 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     device = find_device(options.device, "--device")
     size = StepSize(**{name: getattr(options, name) for name in asdict(StepSize())})
+    facts = heading("train_step", arguments, None, device, torch.bfloat16)
+    say_warnings(facts)
     found = []
     for moments in options.moments:
         found.append(measure(size, device, moments, options.steps))
         gc.collect()
     plain = measure_plain(size, device, options.steps, WARM_UP) if options.plain else None
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    document: dict[str, Any] = {
-        "size": asdict(size),
-        "device": name,
-        "torch": torch.__version__,
-        "steps": found,
-    }
-    document["plain"] = plain
+    document = {**facts, "size": asdict(size), "steps": found, "plain": plain}
     print(f"{name}, torch {torch.__version__}; {json.dumps(asdict(size))}")
     print(f"{'moments':>9}{'ms':>9}{'mean':>9}{'GB':>8}" + "".join(f"{part:>10}" for part in PARTS))
     for each in found:

@@ -9,8 +9,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from dspark.console import Parser, module_command
 from dspark.files import atomic_write_json
+from dspark_eval.environment import heading
 from dspark_eval.lossless.report import DRAWS, run_suite
 
 
@@ -24,6 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--json", type=Path, help="write the report to this file")
     options = parser.parse_args(arguments)
+    facts = heading("lossless", arguments, options.seed, torch.device("cpu"), torch.float32)
     start = time.monotonic()
     report = run_suite(
         options.full,
@@ -34,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     print(f"{report.text()} in {time.monotonic() - start:.0f} s")
     if options.json is not None:
-        atomic_write_json(options.json, report.document())
+        atomic_write_json(options.json, {**facts, **report.document()})
     return 0 if report.passed else 1
 
 

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from datetime import datetime, timezone
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -23,6 +24,7 @@ from dspark_kernels import bench
 from dspark_kernels.bench.harness import Case, Timing, copy_rate, time_case
 from dspark_kernels.bench.peers import at_most, compile_ahead, spread, try_only
 
+SCHEMA_VERSION = 1
 NOT_OPS = ("__main__", "harness", "peers")
 
 
@@ -53,7 +55,14 @@ def main() -> int:
         print(f"\n{op}\n{'':44}{'us':>9}{'MB':>9}{'of copy':>9}  peer", flush=True)
         rows += _run(op, rate, asked)
     if asked.json is not None:
-        found = {"machine": _machine(), "copy_bytes_per_s": rate, "cases": rows}
+        found = {
+            "schema_version": SCHEMA_VERSION,
+            "command": " ".join(["python -m dspark_kernels.bench", *sys.argv[1:]]),
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "machine": _machine(),
+            "copy_bytes_per_s": rate,
+            "cases": rows,
+        }
         asked.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
