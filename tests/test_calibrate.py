@@ -241,7 +241,9 @@ def test_the_table_shows_before_after_and_what_chance_shows(calibrated: Any, cap
         assert text in shown
 
 
-def test_a_slot_without_rounds_is_drawn_and_printed(calibrated: Any, tmp_path: Path) -> None:
+def test_a_slot_without_rounds_is_drawn_and_printed(
+    calibrated: Any, tmp_path: Path, capsys: Any
+) -> None:
     document = json.loads(json.dumps(calibrated[1]))
     report = document["settings"][0]
     for name in ("before", "after"):
@@ -249,7 +251,9 @@ def test_a_slot_without_rounds_is_drawn_and_printed(calibrated: Any, tmp_path: P
     for key in ("ece_before", "ece_scaled", "ece_after", "ece_floor", "auc"):
         report[key][-1] = None
     plot_reliability(document, report, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     print_calibration(document, "x")
+    assert ", - (0 of 0)" in " ".join(capsys.readouterr().out.split())
 
 
 # ------------------------------------------------------------------ what is refused

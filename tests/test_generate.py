@@ -68,7 +68,7 @@ def test_stdout_is_the_text_and_nothing_else(
     run: Run, document: Callable[..., dict[str, Any]], pair: tiny_pair.TinyPair
 ) -> None:
     text = document()["text"]
-    assert BROKEN in text or text.isprintable() or text
+    assert text
     args = (QUESTION, "--draft", pair.draft, "--max-new-tokens", "24")
     assert run(*args) == (0, text + "\n", "")
     code, out, err = run(*args, "--stats")

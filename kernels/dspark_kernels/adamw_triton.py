@@ -15,7 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from dspark_kernels.adamw import Moments, Rates, corrections
+from dspark_kernels.interpreted_floats import exact_floats
 from dspark_kernels.moments import BLOCK
+
+exact_floats()
 
 ROWS, WARPS = 8, 4
 _KIND = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}

@@ -26,7 +26,7 @@ from dspark_kernels.kda_within_triton import dot
 
 
 @triton.jit
-def chunks_of(sequence, bounds, table, T, per_row, C: tl.constexpr, PACKED: tl.constexpr):
+def chunks_of(sequence, bounds, table, T, per_row, PACKED: tl.constexpr):
     """First chunk, number of chunks, batch row, first row and rows of a sequence."""
     if PACKED:
         first = tl.load(table + sequence)
@@ -63,7 +63,7 @@ def pass_kernel(
     tiles: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0).to(tl.int64)
     sequence, head = program // tiles // H, program // tiles % H
-    chunk, count, batch, start, rows = chunks_of(sequence, bounds, table, T, per_row, C, PACKED)
+    chunk, count, batch, start, rows = chunks_of(sequence, bounds, table, T, per_row, PACKED)
     r, key, value = tl.arange(0, C), tl.arange(0, BK), program % tiles * BV + tl.arange(0, BV)
     of_state = key[None, :] * V + value[:, None]
     inside = (key < K)[None, :] & (value < V)[:, None]
@@ -104,7 +104,7 @@ def pass_back_kernel(
     tiles: tl.constexpr = (V + BV - 1) // BV
     program = tl.program_id(0).to(tl.int64)
     sequence, head = program // tiles // H, program // tiles % H
-    chunk, count, batch, start, rows = chunks_of(sequence, bounds, table, T, per_row, C, PACKED)
+    chunk, count, batch, start, rows = chunks_of(sequence, bounds, table, T, per_row, PACKED)
     r, key, value = tl.arange(0, C), tl.arange(0, BK), program % tiles * BV + tl.arange(0, BV)
     of_state = key[None, :] * V + value[:, None]
     inside = (key < K)[None, :] & (value < V)[:, None]

@@ -73,7 +73,7 @@ def chunk(
 def _chunks(k: Tensor, cu_seqlens: Tensor | None) -> Chunks:
     B, T = k.shape[:2]
     if cu_seqlens is None:
-        return chunks_of_rows(B, T, -(-T // C))
+        return chunks_of_rows(B, -(-T // C))
     return packed_chunks(cu_seqlens, T)
 
 

@@ -1,5 +1,13 @@
-"""`kda_decode` by one launch: rows of a chain by `kda_round_triton`, of a tree by
-`kda_round_tree_triton`, a chain on NVIDIA under a bounded gate by `kda_round_block_gluon`."""
+"""`kda_decode` by one launch: which kernel takes which rows.
+
+    one row that counts at once, no slots          `kda_row_triton`
+    two to eight rows of a chain or held ones,
+    on NVIDIA under a bounded gate                 `kda_round_block_gluon`
+    any other chain                                `kda_round_triton`
+    a tree                                         `kda_round_tree_triton`
+
+Second factors of decay and gate are expanded by a launch before it; the first expands its own.
+"""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class Chunks:
     bounds: Tensor | None = None
 
 
-def chunks_of_rows(B: int, T: int, per_row: int) -> Chunks:
+def chunks_of_rows(B: int, per_row: int) -> Chunks:
     return Chunks(B, per_row, B * per_row)
 
 

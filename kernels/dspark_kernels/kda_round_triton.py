@@ -52,8 +52,8 @@ def _prepare(
     rows_ptr, decay_ptr, beta_ptr, held_ptr, held_decay_ptr, held_beta_ptr,
     conv_ptr, rate_ptr, dt_ptr, k_ptr, d_ptr, q_ptr, v_ptr, b_ptr,
     h, n, scale, bound, s_rt, s_dt, s_bt, s_ht, s_hdt, s_hbt,
-    T: tl.constexpr, R: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    W: tl.constexpr, NR: tl.constexpr, TQ: tl.constexpr, BOUNDED: tl.constexpr,
+    T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
+    NR: tl.constexpr, TQ: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """Accepted and new rows, made ready."""
     C: tl.constexpr = H * (2 * K + V)
@@ -170,7 +170,7 @@ def round_kernel(
             rows_ptr + b * s_rb, decay_ptr + b * s_db, beta_ptr + b * s_bb, held_ptr + b * s_hb,
             held_decay_ptr + b * s_hdb, held_beta_ptr + b * s_hbb, conv_ptr, rate_ptr, dt_ptr,
             k_ptr, d_ptr, q_ptr, v_ptr, b_ptr, h, n, scale, bound, s_rt, s_dt, s_bt, s_ht, s_hdt,
-            s_hbt, T, R, H, K, V, W, NR, TQ, BOUNDED,
+            s_hbt, T, H, K, V, W, NR, TQ, BOUNDED,
         )  # fmt: skip
         tl.debug_barrier()
         state = fold_rows(state, k_ptr, d_ptr, v_ptr, b_ptr, n, K, V)

@@ -61,7 +61,7 @@ def states_at(
 
 def _chunks(k: Tensor) -> Chunks:
     B, T = k.shape[:2]
-    return chunks_of_rows(B, T, T // C + 1)
+    return chunks_of_rows(B, T // C + 1)
 
 
 class _StatesAt(torch.autograd.Function):

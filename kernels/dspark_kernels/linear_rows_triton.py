@@ -257,7 +257,7 @@ def gated_rows(
 ) -> Tensor:
     """See `dspark_kernels.linear_rows.gated_rows`."""
     n, inputs, width = x.shape[0], x.shape[1], weight.shape[0] // 2
-    how = gated_plan(n, inputs, width)
+    how = gated_plan(n, inputs)
     beta, linear_beta = situ or (1.0, 1.0)
     out = torch.empty(n, width, dtype=weight.dtype, device=x.device)
     _gated_kernel[(triton.cdiv(width, how.out),)](
@@ -304,7 +304,7 @@ def held_tiles(inputs: int) -> int:
     return inputs // HELD_STEP if short else 0
 
 
-def gated_plan(n: int, inputs: int, width: int) -> Plan:
+def gated_plan(n: int, inputs: int) -> Plan:
     """The same for two matrices at once."""
     if n == 1 and held_tiles(inputs):
         return Plan(2, HELD_STEP, 2, 1, held=held_tiles(inputs))

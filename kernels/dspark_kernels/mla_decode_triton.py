@@ -196,7 +196,7 @@ def _keep(part, lse, acc, best, mass, row, real, r, R: tl.constexpr):
 
 
 @triton.jit
-def split_weights(lse, splits, active, SPLITS_PAD: tl.constexpr, step):
+def split_weights(lse, active, SPLITS_PAD: tl.constexpr, step):
     """max and sum of the parts' masses; ``lse`` points to the row's first."""
     s = tl.arange(0, SPLITS_PAD)
     logs = tl.load(lse + s * step, mask=s < active, other=float("-inf"))
@@ -220,7 +220,7 @@ def _merge_kernel(
     _, total = slots_of(lengths, counts, b, T, L, COUNTS)
     active = tl.cdiv(total, chunk_of(total, SPLITS, BLOCK_N))
     first = b * SPLITS * TH + row
-    most, mass = split_weights(lse + first, SPLITS, active, SPLITS_PAD, TH)
+    most, mass = split_weights(lse + first, active, SPLITS_PAD, TH)
     acc = tl.zeros((BLOCK_S, BLOCK_R), tl.float32)
     for start in range(0, active, BLOCK_S):
         s = start + tl.arange(0, BLOCK_S)
