@@ -70,13 +70,14 @@ def test_speculative_frames(backbone: str) -> None:
         assert [r.accepted for r in got.rounds] == [r.accepted for r in expected.rounds]
 
 
-def test_samples_are_those_of_the_cpu() -> None:
+@pytest.mark.parametrize("kind", ["attention", "gated", "rnn"])
+def test_samples_are_those_of_the_cpu(kind: str) -> None:
     """Random numbers are the same on every device; logits are, but for their last bits."""
     sampling = SamplingParams(temperature=0.8, top_k=20)
     texts = []
     for device in (torch.device("cpu"), GPU):
         target = on_gpu(SMALL) if device.type == "cuda" else K3Target(tiny_model(SMALL), "tiny", ())
-        drafter = make_drafter(DRAFTERS["attention"]).to(device)
+        drafter = make_drafter(DRAFTERS[kind]).to(device)
         decoder = GraphDecoder(target, drafter, seats=2, max_length=40, sampling=sampling)
         texts.append([g.tokens for g in decoder.generate_many(requests())])
     same = sum(a == b for a, b in zip(*texts, strict=True))
@@ -93,8 +94,9 @@ def test_static_pass_at_kernel_sizes(config: K3Config, dtype: torch.dtype) -> No
         assert {name: ops.ran().get(name) for name in passed} == dict.fromkeys(passed, "triton")
 
 
-def test_no_host_waits_in_the_loop() -> None:
-    target, drafter = on_gpu(SMALL), make_drafter(DRAFTERS["kda"]).to(GPU)
+@pytest.mark.parametrize("kind", ["kda", "gated", "rnn"])
+def test_no_host_waits_in_the_loop(kind: str) -> None:
+    target, drafter = on_gpu(SMALL), make_drafter(DRAFTERS[kind]).to(GPU)
     decoder = GraphDecoder(target, drafter, seats=2, max_length=40)
 
     def frames() -> None:

@@ -16,7 +16,7 @@ from dspark.errors import UserError
 from dspark.k3.config import K3Config
 from dspark.runtime.decode import SpeculativeDecoder
 from dspark.runtime.graph_decode import GraphDecoder
-from dspark.runtime.graph_frame import Drafting
+from dspark.runtime.graph_draft import Drafting
 from dspark.runtime.graph_seats import Chances, GraphSeats
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.plain import plain_generate
@@ -65,6 +65,8 @@ DRAFTERS = {
     "kda": replace(
         ATTENTION, backbone="kda", num_key_value_heads=4, kda=KDAShape(gate_rank=8, order=2)
     ),
+    "gated": replace(ATTENTION, markov_head_type="gated"),
+    "rnn": replace(ATTENTION, markov_head_type="rnn"),
 }
 
 
@@ -261,12 +263,6 @@ def test_bad_logits_name_the_place(target: K3Target) -> None:
     ("build", "message"),
     [
         (lambda t: GraphDecoder(t, seats=0, max_length=9), "at least 1"),
-        (
-            lambda t: GraphDecoder(
-                t, make_drafter(replace(ATTENTION, markov_head_type="rnn")), max_length=9
-            ),
-            "vanilla head only",
-        ),
         (
             lambda t: GraphDecoder(t, make_drafter(ATTENTION), max_length=9, draft_length=9),
             "draft_length",

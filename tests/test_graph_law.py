@@ -43,6 +43,11 @@ class ByLetter:
         """The letter has told enough."""
 
 
+def by_letter(seats: int, block: int) -> SizeRule:
+    """The same whatever the seats."""
+    return ByLetter()
+
+
 RATES = CostModel(
     (BatchCosts(1, 1.0, {1: 0.1, 8: 0.1}, {n: 0.75 + 0.25 * n for n in range(1, 10)}, 0.0),),
     "t",
@@ -60,14 +65,16 @@ def by_rate(seats: int, block: int) -> SizeRule:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "rule", [lambda seats, block: ByLetter(), by_rate], ids=["by letter", "by rate"]
+    ("rule", "kind"),
+    [(by_letter, "kda"), (by_rate, "kda"), (by_letter, "rnn")],
+    ids=["by letter", "by rate", "by letter, rnn"],
 )
 def test_frames_of_changing_size_keep_the_targets_law(
-    rule: Callable[[int, int], SizeRule],
+    rule: Callable[[int, int], SizeRule], kind: str
 ) -> None:
     """Every text held against the target's own law, token by token; a false alarm once in 1,000
     seeds. The same texts, held against a law that is a little warmer, are found out."""
-    target, drafter = K3Target(tiny_model(SMALL), "tiny", ()), make_drafter(DRAFTERS["kda"])
+    target, drafter = K3Target(tiny_model(SMALL), "tiny", ()), make_drafter(DRAFTERS[kind])
     sampling = SamplingParams(temperature=1.0)
     decoder = GraphDecoder(
         target,

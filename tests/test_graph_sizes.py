@@ -14,7 +14,7 @@ from dspark.errors import UserError
 from dspark.runtime import graph_taps, graph_turns
 from dspark.runtime.cost_model import BatchCosts, CostModel
 from dspark.runtime.graph_decode import GraphDecoder
-from dspark.runtime.graph_frame import Drafting
+from dspark.runtime.graph_draft import Drafting
 from dspark.runtime.graph_sizes import ByRate, ByWish, frame_sizes, size_rule
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.policies import (

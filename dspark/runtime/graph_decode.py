@@ -29,7 +29,8 @@ from dspark.k3.storage import PrivateStorage
 from dspark.runtime.decode import check_taps
 from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.faults import raise_fault
-from dspark.runtime.graph_frame import Drafting, FrameResult, GraphFrame
+from dspark.runtime.graph_draft import Drafting
+from dspark.runtime.graph_frame import FrameResult, GraphFrame
 from dspark.runtime.graph_prompts import PromptReader
 from dspark.runtime.graph_replay import Replay
 from dspark.runtime.graph_run import GraphRun

@@ -21,60 +21,11 @@ import torch
 from torch import Tensor
 
 from dspark import ops
-from dspark.draft.anchors import block_inputs
-from dspark.draft.context import DraftContext
-from dspark.draft.heads import VanillaMarkovHead
-from dspark.draft.model import DSparkDrafter
-from dspark.errors import UserError
 from dspark.k3.static.cache import StaticCache
 from dspark.k3.static.decode import StaticDecoder, StepOutput
-from dspark.runtime.draft_head import DraftHead
+from dspark.runtime.graph_draft import Drafting
 from dspark.runtime.graph_seats import Chances, GraphSeats
 from dspark.runtime.graph_taps import WaitingTaps
-
-
-@dataclass(frozen=True, eq=False)
-class Drafting:
-    """A drafter with the target's tables and its context, in place and of fixed shapes.
-
-    Raises UserError for a sequential head that the sampling op does not have.
-    """
-
-    drafter: DSparkDrafter
-    head: DraftHead
-    context: DraftContext
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.drafter.markov_head, VanillaMarkovHead):
-            kind = self.drafter.config.markov_head_type
-            raise UserError(
-                f"markov_head_type {kind!r}: captured frames draft with a vanilla head only; use "
-                "FrameScheduler or SpeculativeDecoder"
-            )
-
-    def propose(self, seats: GraphSeats, length: int, chances: Chances) -> ops.Drafted:
-        """A block for every seat, cut to ``length`` slots."""
-        drafter, config = self.drafter, self.drafter.config
-        block = block_inputs(seats.anchor, config.block_size, config.mask_token_id)
-        hidden = drafter.block_hidden(self.head.embed(block), self.context)[:, :length]
-        place = self.context.lengths
-        coins = chances.coins(seats.seed, place, ops.DRAFT_STREAM, config.block_size)
-        confidence = drafter.confidence_head
-        return ops.markov_sample(
-            self.head.logits(hidden),
-            seats.anchor,
-            drafter.markov_head.markov_w1.weight,
-            drafter.markov_head.markov_w2.weight,
-            coins=None if coins is None else coins[:, :length],
-            temperature=chances.temperature,
-            top_k=chances.top_k,
-            top_p=chances.top_p,
-            ids=self.head.ids,
-            hidden=hidden,
-            confidence=None
-            if confidence is None
-            else (confidence.proj.weight, confidence.proj.bias),
-        )
 
 
 @dataclass(frozen=True, eq=False)
