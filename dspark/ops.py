@@ -27,7 +27,16 @@ from torch import Tensor
 
 from dspark.errors import UserError
 from dspark_kernels import adamw as adamw_op
-from dspark_kernels import attn_res, distill_loss, kda, kda_states, linear_kda, rng, train_rows
+from dspark_kernels import (
+    attn_res,
+    distill_loss,
+    kda,
+    kda_states,
+    linear_kda,
+    markov_code,
+    rng,
+    train_rows,
+)
 from dspark_kernels import block_attention as block_attention_op
 from dspark_kernels import grad_norms as grad_norms_op
 from dspark_kernels import kda_decode as kda_decode_op
@@ -228,6 +237,7 @@ verify_sample = _op(
     "verify_sample", verify_sample_op.verify_sample, "verify_sample_triton:verify_sample"
 )
 Drafted = markov_sample_op.Drafted
+Coder = markov_code.Coder
 Judged = verify_sample_op.Judged
 DRAFT_STREAM, JUDGE_STREAM = rng.DRAFT, rng.JUDGE
 distill_terms = _op("distill_terms", distill_loss.terms, "distill_loss_triton:terms")

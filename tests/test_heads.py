@@ -13,6 +13,7 @@ from dspark.draft.config import MARKOV_HEAD_TYPES, DraftConfig
 from dspark.draft.heads import ConfidenceHead, SequentialHead, sequential_head
 from dspark.draft.model import DSparkDrafter
 from dspark.draft.start import initialise
+from dspark_kernels.markov_code import code
 from tests import oracles
 from tests.tolerance import assert_close
 
@@ -43,6 +44,18 @@ def stepped(head: SequentialHead, prev: Tensor, hidden: Tensor) -> Tensor:
     for slot in range(prev.shape[1]):
         code, state = head.step(prev[:, slot], hidden[:, slot], state)
         codes.append(code)
+    return torch.stack(codes, 1)
+
+
+def coded(head: SequentialHead, prev: Tensor, hidden: Tensor) -> Tensor:
+    """Codes [B, G, R] as the walk on the device forms them."""
+    coder = head.coder(hidden)
+    if coder is None:
+        return head.embed(prev)
+    state, codes = None, []
+    for slot in range(prev.shape[1]):
+        made, state = code(coder, slot, head.embed(prev[:, slot]), state)
+        codes.append(made)
     return torch.stack(codes, 1)
 
 
@@ -78,6 +91,7 @@ def test_steps_equal_the_block_in_float64_whatever_the_leading_shape(kind: str) 
     prev, hidden = blocks(torch.float64)
     codes = head.codes(prev, hidden)
     torch.testing.assert_close(stepped(head, prev, hidden), codes, rtol=0, atol=1e-13)
+    torch.testing.assert_close(coded(head, prev, hidden), codes, rtol=0, atol=1e-13)
     nested = head.codes(prev[None, :, None], hidden[None, :, None])
     torch.testing.assert_close(nested[0, :, 0], codes, rtol=0, atol=1e-13)
     nothing = head.codes(prev[:0], hidden[:0])

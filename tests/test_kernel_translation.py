@@ -75,7 +75,7 @@ from dspark_kernels import (
     kda_decode_triton, kda_output_triton, mla_output_triton, moe_decode_triton)
 from tests import test_kernel_kda_decode as decode, test_kernel_kda_output as output
 from tests import test_kernel_kda_step as step, test_kernel_markov_sample as markov
-from tests import test_kernel_moe_decode as moe
+from tests import test_kernel_markov_code as code, test_kernel_moe_decode as moe
 
 for kept, upto in ((2, None), (2, step.branches(2, 3, 2, "cpu"))):
     step.step(*step.given(2, 3, 2, 64, 64, "cpu").args(), kept, upto=upto)
@@ -94,7 +94,10 @@ for packed in (False, True):
     layer = moe._random(64, 7, 2, 32, 48, latent=96, packed=packed)
     x, scale, residual = moe._rows(3, 64)
     moe_decode_triton.moe_decode(x, layer, norm=scale, eps=1e-5, residual=residual)
-markov.kernel(**{**markov.block(2, 3, 200, 16), **markov.controls(2, *markov.SETTINGS)})
+drawn = {**markov.block(2, 3, 200, 16), **markov.controls(2, *markov.SETTINGS)}
+markov.kernel(**drawn)
+for recurrent in (False, True):
+    markov.kernel(**drawn, coder=code.coder_of(2, 3, 16, recurrent, torch.float32))
 """
 
 
@@ -125,3 +128,4 @@ def test_decoding_for_a_card_of_amds(tmp_path: Path) -> None:
     """Its compiler knows fewer kinds of products, and none of the launches that begin early."""
     found = translated(AMD, "amd", cache=tmp_path)
     assert {"tree_kernel", "round_kernel", "_attend_kernel", "_output_kernel"} <= found
+    assert {"_gated_kernel", "_rnn_kernel"} <= found

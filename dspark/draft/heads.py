@@ -20,14 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dspark import ops
 from dspark.draft.config import DraftConfig
 
 
 class SequentialHead(nn.Module):
     """What every sequential head has: a table of the previous token and a map from code to bias.
 
-    A subclass says how a slot's code follows from the tokens before it, twice: `codes` for all
-    slots of a block in training, `step` for one slot in drafting.
+    A subclass says how a slot's code follows from the tokens before it: `codes` for all slots of a
+    block in training, `step` for one slot in drafting, `coder` for a walk on the device.
 
     Args:
         vocab: V, rows of the table of previous tokens: always the target's ids.
@@ -76,6 +77,13 @@ class SequentialHead(nn.Module):
         """Code of the next slot: prev [B], hidden [B, D], state -> code [B, R], new state."""
         raise NotImplementedError
 
+    def coder(self, hidden: Tensor) -> ops.Coder | None:
+        """What `ops.markov_sample` makes codes by, given states [B, G, D] of a block's slots.
+
+        None for a head whose code is the embedding of the token before.
+        """
+        raise NotImplementedError
+
 
 class VanillaMarkovHead(SequentialHead):
     """First-order head: a rank-R logit bias that depends on the previous token alone."""
@@ -91,6 +99,9 @@ class VanillaMarkovHead(SequentialHead):
     ) -> tuple[Tensor, Tensor | None]:
         del hidden
         return self.markov_w1(prev), state
+
+    def coder(self, hidden: Tensor) -> None:
+        del hidden
 
 
 class GatedMarkovHead(SequentialHead):
@@ -116,6 +127,11 @@ class GatedMarkovHead(SequentialHead):
         self, prev: Tensor, hidden: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         return self.codes(prev, hidden), state
+
+    def coder(self, hidden: Tensor) -> ops.Coder:
+        weight, width = self.gate_proj.weight, hidden.shape[-1]
+        fixed = F.linear(hidden.to(weight.dtype), weight[:, :width], self.gate_proj.bias)
+        return ops.Coder(fixed, weight[:, width:], recurrent=False)
 
 
 class RNNHead(SequentialHead):
@@ -158,6 +174,11 @@ class RNNHead(SequentialHead):
         inputs = torch.cat((state, self.markov_w1(prev), hidden.to(state.dtype)), -1)
         state, output = _recur(self.joint_proj(inputs), state)
         return output, state
+
+    def coder(self, hidden: Tensor) -> ops.Coder:
+        weight, inputs = self.joint_proj.weight, 2 * self.markov_w1.embedding_dim
+        fixed = F.linear(hidden.to(weight.dtype), weight[:, inputs:], self.joint_proj.bias)
+        return ops.Coder(fixed, weight[:, :inputs], recurrent=True)
 
 
 def _recur(joint: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """The sequential head: one block of tokens, left to right, each conditioned on the one before.
 
-    s_k(x) = base_k(x) + W_2[x] . W_1[x_{k-1}]             x_0 = anchor; accumulated in float32
+    s_k(x) = base_k(x) + W_2[x] . u_k                      accumulated in float32
+    u_k    = W_1[x_{k-1}],  x_0 = anchor                   or as `markov_code` makes it
     x_k    = argmax s_k, or a draw from the law of s_k     `law`
     H_k    = -sum_x q(x) ln q(x),  q = softmax(s_k)        nats, temperature 1, unfiltered
     c_k    = w . [h_k ; W_1[x_{k-1}]] + b                  the logit of the confidence
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dspark_kernels.law import Law, draw, law_of, weights
+from dspark_kernels.markov_code import Coder, code
 
 
 class Drafted(NamedTuple):
@@ -54,6 +56,7 @@ def markov_sample(
     ids: Tensor | None = None,
     hidden: Tensor | None = None,
     confidence: tuple[Tensor, Tensor] | None = None,
+    coder: Coder | None = None,
 ) -> Drafted:
     """Walk over the slots of a block.
 
@@ -68,14 +71,18 @@ def markov_sample(
         top_p: [B] float32, 1 is off; None: off everywhere.
         ids: [V'] int64 target ids of a reduced draft vocabulary; None: V' = V.
         hidden: [B, G, D] states of the slots, read by the confidence head alone.
-        confidence: That head's weight [1, D + R] or [1, D] and bias [1]; None: there is none.
+        confidence: That head's weight [1, D + R] or [1, D] and bias [1]; None: there is none. It
+            reads embeddings, however codes are made.
+        coder: Makes the codes; None: they are the embeddings.
     """
     batch, slots, width = base.shape
     cold = torch.zeros(batch, device=base.device) if temperature is None else temperature
-    tokens, scores, laws = [anchor], [], []
+    tokens, scores, laws, state = [anchor], [], [], None
     for k in range(slots):
-        bias = w1[tokens[-1]].float() @ w2[:width].float().t()
-        row = base[:, k].float() + bias
+        made = w1[tokens[-1]]
+        if coder is not None:
+            made, state = code(coder, k, made, state)
+        row = base[:, k].float() + made.float() @ w2[:width].float().t()
         law = law_of(row, cold, top_k, top_p)
         token = row.argmax(-1)
         if coins is not None:

@@ -1,5 +1,6 @@
 """`markov_sample` in Triton: two launches per slot, and a search between them where rows are cut.
 
+    (code)    where a coder makes the codes, one more before them, see `markov_code_triton`
     _scores   every tile of the vocabulary: W_2 once, scores out, sums of the tile
     (search)  top-k and top-p, see `law_triton`
     _choose   one program per row: merge the tiles, draw or take the argmax, law and entropy
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dspark_kernels import markov_code_triton
 from dspark_kernels.interpreted_floats import exact_floats
 from dspark_kernels.law import Law
 from dspark_kernels.law_triton import (
@@ -32,6 +34,7 @@ from dspark_kernels.law_triton import (
     weight,
     whole,
 )
+from dspark_kernels.markov_code import Coder
 from dspark_kernels.markov_sample import Drafted
 
 exact_floats()
@@ -54,14 +57,20 @@ def _table(w2, x, r, RANK: tl.constexpr, EVEN: tl.constexpr):
 def _bias(
     w1, w2, anchor, tokens, rows, live, slot, x,
     SLOTS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
-    """W_2[x] . W_1[token before the slot], [BLOCK, ROWS] float32; every x is a row of w2."""
+    """W_2[x] . W_1[token before the slot], [BLOCK, ROWS] float32; every x is a row of w2.
+
+    CODED: w1 holds the codes of this slot instead, a row each.
+    """
     EVEN: tl.constexpr = RANK % CHUNK == 0
     # The table does not wait for the token: its first columns are on their way before that is read.
     w = _table(w2, x, tl.arange(0, CHUNK), RANK, EVEN)
-    prev = tl.load(anchor + rows, mask=live & (slot == 0), other=0)
-    prev += tl.load(tokens + rows * SLOTS + slot - 1, mask=live & (slot > 0), other=0)
+    if CODED:
+        prev = rows
+    else:
+        prev = tl.load(anchor + rows, mask=live & (slot == 0), other=0)
+        prev += tl.load(tokens + rows * SLOTS + slot - 1, mask=live & (slot > 0), other=0)
     total = tl.zeros([BLOCK, CHUNK if ROWS == 1 else ROWS], tl.float32)
     for start in tl.static_range(0, RANK, CHUNK):
         r = start + tl.arange(0, CHUNK)
@@ -83,7 +92,7 @@ def _scores(
     logits, anchor, tokens, w1, w2, temperature, scores, peaks, bests, masses, flats, slopes,
     slot, batch, width, tiles, row_stride, slot_stride,
     SLOTS: tl.constexpr, RANK: tl.constexpr, WARM: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     tile = tl.program_id(1)
@@ -95,7 +104,9 @@ def _scores(
     s = tl.load(at, mask=both, other=0.0).to(tl.float32)
     table = w2 + tile.to(tl.int64) * (BLOCK * RANK)
     local = tl.minimum(local, width - 1 - tile * BLOCK)
-    s += _bias(w1, table, anchor, tokens, rows, live, slot, local, SLOTS, RANK, ROWS, BLOCK, CHUNK)
+    s += _bias(
+        w1, table, anchor, tokens, rows, live, slot, local, SLOTS, RANK, ROWS, BLOCK, CHUNK, CODED
+    )
     out = rows * SLOTS + slot
     tl.store(scores + out[None, :] * width + x[:, None], s, mask=both)
     s = tl.where(both, s, float("-inf"))
@@ -201,6 +212,7 @@ def markov_sample(
     ids: Tensor | None = None,
     hidden: Tensor | None = None,
     confidence: tuple[Tensor, Tensor] | None = None,
+    coder: Coder | None = None,
     *,
     block: int = BLOCK,
     chunk: int = 64,
@@ -224,13 +236,18 @@ def markov_sample(
     warm, cut = temperature is not None, top_k is not None or top_p is not None
     rank = w1.shape[1]
     chunk = min(chunk, max(16, triton.next_power_of_2(rank)))
+    codes = None
+    if coder is not None:
+        codes = markov_code_triton.Codes(coder, w1, anchor, out.tokens)
     for slot in range(slots):
+        if codes is not None:
+            codes.make(slot)
         _scores[(triton.cdiv(batch, rows), tiles)](
-            base, anchor, out.tokens, w1, w2, temperature, out.scores,
-            sums.peaks, bests, sums.masses, flats, slopes,
+            base, anchor, out.tokens, w1 if codes is None else codes.table, w2, temperature,
+            out.scores, sums.peaks, bests, sums.masses, flats, slopes,
             slot, batch, width, tiles, base.stride(0), base.stride(1),
             SLOTS=slots, RANK=rank, WARM=warm, ROWS=rows, BLOCK=block, CHUNK=chunk,
-            num_warps=warps, enable_fp_fusion=False,
+            CODED=codes is not None, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
         if cut and temperature is not None:
             find_cuts(out.scores[:, slot], sums, temperature, top_k, top_p, slots * width, width)
@@ -274,6 +291,7 @@ def refuses(
     ids: Tensor | None = None,
     hidden: Tensor | None = None,
     confidence: tuple[Tensor, Tensor] | None = None,
+    coder: Coder | None = None,
 ) -> str | None:
     """Why the kernel cannot take these; None: it can."""
     if base.dtype == torch.float64 or w1.dtype == torch.float64:
@@ -292,4 +310,4 @@ def refuses(
         return "a confidence head without contiguous states to read"
     if confidence is not None and confidence[0].stride(-1) != 1:
         return "a confidence head whose weight is not contiguous"
-    return None
+    return None if coder is None else markov_code_triton.refuses(coder, w1)
