@@ -43,6 +43,10 @@ class NoHead(SequentialHead):
     ) -> tuple[Tensor, Tensor | None]:
         return self.codes(prev, hidden), state
 
+    def coder(self, hidden: Tensor) -> None:
+        """Its tables are zero, and so is every embedding."""
+        del hidden
+
 
 def without_head(drafter: DSparkDrafter) -> DSparkDrafter:
     """The same drafter with a head that adds exactly zero, its tables zero too."""
