@@ -23,8 +23,6 @@ from torch import Tensor
 from dspark import ops
 from dspark.draft.model import DSparkDrafter
 from dspark.errors import UserError
-from dspark.k3.static.cache import StaticCache
-from dspark.k3.static.decode import StaticDecoder
 from dspark.k3.storage import PrivateStorage
 from dspark.runtime.decode import check_taps
 from dspark.runtime.draft_head import DraftHead
@@ -38,7 +36,6 @@ from dspark.runtime.graph_seats import Chances, GraphSeats
 from dspark.runtime.graph_sizes import SMALL, frame_sizes, size_rule
 from dspark.runtime.graph_taps import WaitingTaps
 from dspark.runtime.graph_turns import Between, Turns
-from dspark.runtime.k3_target import K3Target
 from dspark.runtime.lanes import Lanes
 from dspark.runtime.policies.fixed import Fixed
 from dspark.runtime.policies.frontier import Policy
@@ -47,10 +44,12 @@ from dspark.runtime.proposal import check_draft_length
 from dspark.runtime.records import Generation
 from dspark.runtime.requests import Request, Text
 from dspark.runtime.sampling import SamplingParams, text_positions
+from dspark.runtime.static_pass import StaticPass, StaticSeats, static_pass
+from dspark.runtime.target import Target
 
 
 class GraphDecoder:
-    """A K3 target, with or without a drafter, in frames of fixed shape.
+    """A target that has a static pass, with or without a drafter, in frames of fixed shape.
 
     Args:
         target: Its weights are shared, not copied.
@@ -65,13 +64,13 @@ class GraphDecoder:
         reader: Of prompts, likewise; with the drafter if there is one.
         on_frame: Hears of every frame that is queued; for measurements.
 
-    Raises UserError for a pair that cannot work together, or that a frame cannot hold, and for a
-    policy that needs a confidence head where there is none.
+    Raises UserError for a pair that cannot work together, or that a frame cannot hold, for a policy
+    that needs a confidence head where there is none, and for a target without a static pass.
     """
 
     def __init__(
         self,
-        target: K3Target,
+        target: Target,
         drafter: DSparkDrafter | None = None,
         *,
         seats: int = 1,
@@ -80,7 +79,7 @@ class GraphDecoder:
         policy: Policy | None = None,
         sizes: Sequence[int] = SMALL,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
-        static: StaticDecoder | None = None,
+        static: StaticPass | None = None,
         reader: PromptReader | None = None,
         on_frame: Callable[[FrameResult], None] | None = None,
     ) -> None:
@@ -95,7 +94,7 @@ class GraphDecoder:
         """Primaries of the frames, ascending; 0 is a plain step."""
         self.length, self.sampling = self.sizes[-1], sampling
         self.rule = size_rule(self.policy, self.sizes, seats, block)
-        self.decoder = StaticDecoder(target.model) if static is None else static
+        self.decoder = static_pass(target) if static is None else static
         self.reader = PromptReader(target, drafter) if reader is None else reader
         self.on_frame = on_frame
         self.frame_s: list[float] = []
@@ -123,7 +122,7 @@ class GraphDecoder:
     def _build(self, seats: int) -> None:
         target, drafter, most = self.target, self.drafter, self.length
         room = self.max_length
-        self.cache: StaticCache = self.decoder.new_cache(seats, room, most + 1, slots=most > 0)
+        self.cache: StaticSeats = self.decoder.new_cache(seats, room, most + 1, slots=most > 0)
         self.seats = GraphSeats(seats, target.vocab_size, target.device, most)
         self.drafting: Drafting | None = None
         if drafter is not None and most:
@@ -145,7 +144,7 @@ class GraphDecoder:
             batch = self.seats.batch
             self._waiting = WaitingTaps(batch, width, self.decoder.dtype, target.device)
 
-        def recorded(size: int, cache: StaticCache) -> Replay[FrameResult]:
+        def recorded(size: int, cache: StaticSeats) -> Replay[FrameResult]:
             frame = GraphFrame(
                 self.decoder,
                 cache,

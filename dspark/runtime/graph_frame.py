@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from dspark import ops
-from dspark.k3.static.cache import StaticCache
-from dspark.k3.static.decode import StaticDecoder, StepOutput
+from dspark.k3.static.decode import StepOutput
 from dspark.runtime.graph_draft import Drafting
 from dspark.runtime.graph_seats import Chances, GraphSeats
 from dspark.runtime.graph_taps import WaitingTaps
+from dspark.runtime.static_pass import StaticPass, StaticSeats
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +51,8 @@ class GraphFrame:
         waiting: Of a plain step that does so, where its taps wait.
     """
 
-    decoder: StaticDecoder
-    cache: StaticCache
+    decoder: StaticPass
+    cache: StaticSeats
     vocab_size: int
     seats: GraphSeats
     drafting: Drafting | None

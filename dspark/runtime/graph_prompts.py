@@ -14,16 +14,15 @@ from torch import Tensor
 
 from dspark.draft.context import DraftContext
 from dspark.draft.model import DSparkDrafter
-from dspark.k3.cache import K3Cache
-from dspark.runtime.k3_target import K3Target
 from dspark.runtime.prefill import read_prompt
+from dspark.runtime.target import Cache, Target
 
 
 @dataclass(frozen=True, eq=False)
 class ReadPrompt:
     """cache, context: of one row; last: [1, D], what the prompt's logits come from."""
 
-    cache: K3Cache
+    cache: Cache
     context: DraftContext | None
     last: Tensor
 
@@ -32,7 +31,7 @@ class PromptReader:
     """Reads prompts for the frames of a target and, if there is one, a drafter."""
 
     def __init__(
-        self, target: K3Target, drafter: DSparkDrafter | None, *, remembers: bool = False
+        self, target: Target, drafter: DSparkDrafter | None, *, remembers: bool = False
     ) -> None:
         self._target, self._drafter = target, drafter
         self._known: dict[tuple[int, ...], ReadPrompt] | None = {} if remembers else None
@@ -49,7 +48,7 @@ class PromptReader:
 
     def _read(self, prompt_ids: Sequence[int]) -> ReadPrompt:
         target, drafter = self._target, self._drafter
-        cache: K3Cache = target.new_cache(1, len(prompt_ids))
+        cache = target.new_cache(1, len(prompt_ids))
         context = None if drafter is None else drafter.new_context(1, len(prompt_ids))
 
         def feed(features: Tensor) -> None:

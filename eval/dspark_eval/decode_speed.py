@@ -29,6 +29,8 @@ from dspark.devices import find_device
 from dspark.files import atomic_write_json
 from dspark.k3.config import K3Config
 from dspark.k3.model import K3ForCausalLM
+from dspark.k3.static.cache import StaticCache
+from dspark.k3.static.decode import StaticDecoder
 from dspark.runtime.graph_decode import GraphDecoder
 from dspark.runtime.k3_target import K3Target
 from dspark_eval.device_profile import profile
@@ -56,7 +58,10 @@ class TokenBytes:
 
 def token_bytes(decoder: GraphDecoder, config: K3Config, context: int) -> TokenBytes:
     """Of one row behind ``context`` tokens."""
-    weights, cache = decoder.decoder.weights, decoder.cache
+    static, cache = decoder.decoder, decoder.cache
+    if not isinstance(static, StaticDecoder) or not isinstance(cache, StaticCache):
+        raise TypeError(f"expected the static pass of a K3 target, got {type(static).__name__}")
+    weights = static.weights
     linear = config.num_hidden_layers - len(config.full_attention_layers)
     window = cache.rows[0, 0].numel() * cache.rows.element_size()
     latent = cache.latents.shape[3] * cache.latents.element_size()
@@ -110,6 +115,8 @@ def errors(decoder: GraphDecoder, prompt: list[int]) -> Errors:
     two are to be compared with each other.
     """
     target = decoder.target
+    if not isinstance(target, K3Target):
+        raise TypeError(f"expected a K3 target, got {type(target).__name__}")
     model = target.model
     head = torch.tensor([prompt[:-1]], device=target.device)
     last = torch.tensor([prompt[-1:]], device=target.device)

@@ -23,6 +23,7 @@ from dspark.runtime.k3_target import K3Target
 from dspark.runtime.records import Generation, RoundRecord
 from dspark.runtime.requests import Outcome, Request
 from dspark.runtime.sampling import SamplingParams
+from dspark.runtime.target import Target
 from dspark_eval import metrics
 from dspark_eval.device_profile import profile
 from dspark_eval.energy import EnergyMeter, measure_energy
@@ -189,12 +190,12 @@ def experts_per_frame(
     decoder: GraphDecoder, prompts: Sequence[Sequence[int]], new: int
 ) -> float | None:
     """Mean number of experts of a layer that a decoder's frames read; None: there are none."""
-    counts: list[Tensor] = []
+    target, counts = decoder.target, list[Tensor]()
 
     def count(result: FrameResult) -> None:
-        if result.chosen:
+        if result.chosen and isinstance(target, K3Target):
             chosen = torch.stack(result.chosen).flatten(1).long()
-            seen = torch.zeros(len(chosen), decoder.target.model.config.num_experts)
+            seen = torch.zeros(len(chosen), target.model.config.num_experts)
             seen = seen.to(chosen.device).scatter_(1, chosen, 1.0)
             counts.append(seen.sum(1).mean())
 
@@ -233,7 +234,7 @@ def best_length(
 
 
 def divergences(
-    target: K3Target, prompts: list[list[int]], plain: Run, other: Run
+    target: Target, prompts: list[list[int]], plain: Run, other: Run
 ) -> list[dict[str, Any]]:
     """Prompts whose greedy texts differ: where, and the gap between the two best logits there."""
     found = []
