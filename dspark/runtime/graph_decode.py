@@ -30,7 +30,7 @@ from dspark.runtime.faults import raise_fault
 from dspark.runtime.graph_draft import Drafting
 from dspark.runtime.graph_frame import FrameResult, GraphFrame
 from dspark.runtime.graph_prompts import PromptReader
-from dspark.runtime.graph_replay import Replay
+from dspark.runtime.graph_replay import NotRecorded, Replay
 from dspark.runtime.graph_run import GraphRun
 from dspark.runtime.graph_seats import Chances, GraphSeats
 from dspark.runtime.graph_sizes import SMALL, frame_sizes, size_rule
@@ -44,7 +44,7 @@ from dspark.runtime.proposal import check_draft_length
 from dspark.runtime.records import Generation
 from dspark.runtime.requests import Request, Text
 from dspark.runtime.sampling import SamplingParams, text_positions
-from dspark.runtime.static_pass import StaticPass, StaticSeats, static_pass
+from dspark.runtime.static_pass import StaticPass, StaticSeats, not_recorded, static_pass
 from dspark.runtime.target import Target
 
 
@@ -130,7 +130,10 @@ class GraphDecoder:
             context.fix_shapes(in_place=True)
             self.drafting = Drafting(drafter, DraftHead(target, drafter.draft_ids), context)
         self._alone = Chances(self.sampling, 1, target.device)
-        self.turns = self._record(Chances(self.sampling, seats, target.device))
+        try:
+            self.turns = self._record(Chances(self.sampling, seats, target.device))
+        except NotRecorded as error:
+            raise not_recorded(target, str(error)) from error
         self.lanes = Lanes(target.device)
         for seat in range(seats):  # recording ran frames on nothing
             self.empty(seat)
@@ -162,8 +165,9 @@ class GraphDecoder:
         drafts = {size: recorded(size, self.cache) for size in reversed(self.sizes) if size}
         if self._waiting is None:
             return Turns(drafts or {0: recorded(0, self.cache)})
-        plain = recorded(0, self.cache.folding(waits=False))
-        first = recorded(0, self.cache.folding(waits=True))
+        plain = first = recorded(0, self.cache.folding(waits=False))
+        if self.cache.waits:
+            first = recorded(0, self.cache.folding(waits=True))
         assert drafting is not None
         read = partial(self._waiting.read, drafting.drafter, drafting.context)
         return Turns({**drafts, 0: plain}, Between(first, Replay(read, target.device, pool)))

@@ -21,6 +21,10 @@ _BEGUN: set[torch.device] = set()
 """Devices on which this process has recorded a graph before."""
 
 
+class NotRecorded(RuntimeError):
+    """The function does what no graph can hold."""
+
+
 class Replay(Generic[Result]):
     """One function, recorded where its device can.
 
@@ -30,6 +34,8 @@ class Replay(Generic[Result]):
         pool: Memory that several graphs share, which never run at the same time.
 
     The function runs ``WARM_UPS`` times here: whatever it changes must be fit to be changed.
+
+    Raises NotRecorded if the function cannot be recorded.
     """
 
     def __init__(
@@ -53,8 +59,18 @@ class Replay(Generic[Result]):
                 self._function()
         torch.cuda.current_stream(device).wait_stream(aside)
         _record_a_first(device)
-        with torch.cuda.graph(self._graph, pool=pool):
-            return self._function()
+        here = torch.cuda.current_stream(device)
+        try:
+            with torch.cuda.graph(self._graph, pool=pool):
+                return self._function()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # it ran before: recording is what failed
+            # A broken recording leaves its stream the current one and the generator recording.
+            torch.cuda.set_stream(here)
+            _record_addition(device)
+            first = error.__context__ or error  # what ends it raises once more
+            raise NotRecorded(str(first).splitlines()[0]) from error
 
     @property
     def recorded(self) -> bool:
@@ -75,9 +91,12 @@ def _record_a_first(device: torch.device) -> None:
     The first graph that a process records is replayed 4 % slower than it could be until another one
     has been recorded, whichever that is and whether or not it is kept (docs/graphs.md).
     """
-    if device in _BEGUN:
-        return
-    _BEGUN.add(device)
+    if device not in _BEGUN:
+        _BEGUN.add(device)
+        _record_addition(device)
+
+
+def _record_addition(device: torch.device) -> None:
     number = torch.zeros(1, device=device)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         number.add_(1)

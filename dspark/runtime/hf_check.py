@@ -10,6 +10,8 @@ or a head with a rule of its own all show as differences of the order of the log
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,23 +23,45 @@ LIMIT = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Largest difference that is rounding; reduced precisions may differ by `LOOSE`."""
 LOOSE = 0.2
 TOKENS = 12
+FAULTS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError)
+"""What a model raises that cannot be run in some way."""
+
+Step = tuple[str, slice, Tensor]
+"""What was run, where in the text, and its logits [n, V]."""
 
 
 @torch.inference_mode()
 def failure(target: RowTarget | ReplayTarget) -> str | None:
     """What is wrong with the target, in words that follow its name; None: nothing is."""
-    ids = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(5))
-    ids = ids.repeat(-(-(TOKENS + 2) // len(ids)))[: TOKENS + 2].to(target.device)
-    text, wrong = ids[:TOKENS], ids[TOKENS:]
-    limit = LIMIT.get(target.dtype, LOOSE)
+    text, wrong = check_text(target)
     try:
-        wanted = target.parts.model(input_ids=text.unsqueeze(0), use_cache=False).logits[0]
+        wanted = own_logits(target, text)
         steps = _chain(target, text, wrong)
         if target.supports_trees:
             steps += _tree(target, text, wrong)
-    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError) as error:
+    except FAULTS as error:
         return f"it cannot be run in pieces ({type(error).__name__}: {error})"
-    wanted = wanted[:, : target.vocab_size].float()
+    return different(target, wanted, steps)
+
+
+def check_text(target: RowTarget | ReplayTarget) -> tuple[Tensor, Tensor]:
+    """A text [TOKENS], and two tokens that do not follow it."""
+    ids = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(5))
+    ids = ids.repeat(-(-(TOKENS + 2) // len(ids)))[: TOKENS + 2].to(target.device)
+    return ids[:TOKENS], ids[TOKENS:]
+
+
+def own_logits(target: RowTarget | ReplayTarget, text: Tensor) -> Tensor:
+    """[T, V] float32: what the model itself says of a text [T], without a cache."""
+    logits = target.parts.model(input_ids=text.unsqueeze(0), use_cache=False).logits[0]
+    return logits[:, : target.vocab_size].float()
+
+
+def different(
+    target: RowTarget | ReplayTarget, wanted: Tensor, steps: Sequence[Step]
+) -> str | None:
+    """Which step gives other logits than ``wanted`` [T, V], and how much; None: none does."""
+    limit = LIMIT.get(target.dtype, LOOSE)
     scale = (wanted - wanted.mean(-1, keepdim=True)).square().mean().sqrt()
     for what, positions, logits in steps:
         gap = float((logits - wanted[positions]).square().mean().sqrt() / scale)
@@ -46,9 +70,7 @@ def failure(target: RowTarget | ReplayTarget) -> str | None:
     return None
 
 
-def _chain(
-    target: RowTarget | ReplayTarget, text: Tensor, wrong: Tensor
-) -> list[tuple[str, slice, Tensor]]:
+def _chain(target: RowTarget | ReplayTarget, text: Tensor, wrong: Tensor) -> list[Step]:
     """Two batch rows at different places of the text, a part of a block taken back."""
     cache = target.new_cache(2, 2 * TOKENS)
     taps = TapSet(tuple(sorted({0, target.num_layers - 1})), "residual")
@@ -75,9 +97,7 @@ def _chain(
     ]
 
 
-def _tree(
-    target: RowTarget | ReplayTarget, text: Tensor, wrong: Tensor
-) -> list[tuple[str, slice, Tensor]]:
+def _tree(target: RowTarget | ReplayTarget, text: Tensor, wrong: Tensor) -> list[Step]:
     """A block with siblings, one of which is taken."""
     cache = target.new_cache(1, 2 * TOKENS)
     target.forward(text[None, :4], cache, commit=True)

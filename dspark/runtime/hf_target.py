@@ -170,7 +170,12 @@ class RowTarget(HFTarget):
                 tokens,
                 cache.model_cache,
                 taps,
-                {"position_ids": block.positions, "attention_mask": self._mask(block.masks)},
+                {
+                    "position_ids": block.positions,
+                    "attention_mask": self.mask_argument(
+                        {ring.window: mask for ring, mask in block.masks.items()}
+                    ),
+                },
             )
         except BaseException:
             cache.rollback()
@@ -179,10 +184,15 @@ class RowTarget(HFTarget):
             cache.commit(tokens.shape[1] if valid is None else valid.sum(1))
         return TargetOutput(hidden, tapped)
 
-    def _mask(self, masks: Mapping[Ring, Tensor]) -> Tensor | dict[str, Tensor]:
+    @property
+    def mask_windows(self) -> tuple[int | None, ...]:
+        """Sliding windows of its masks, None for full attention."""
+        return tuple(dict.fromkeys(self._kinds.values()))
+
+    def mask_argument(self, by_window: Mapping[int | None, Tensor]) -> Tensor | dict[str, Tensor]:
+        """Masks [B, 1, T, S] by window, as the model's forward takes them."""
         if len(self._kinds) == 1:
-            return next(iter(masks.values()))
-        by_window = {ring.window: mask for ring, mask in masks.items()}
+            return by_window[next(iter(self._kinds.values()))]
         return {kind: by_window[window] for kind, window in self._kinds.items()}
 
 

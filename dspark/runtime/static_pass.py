@@ -12,7 +12,7 @@ Letters: B seats, T rows of a step, D hidden, V vocab, N taps.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from dspark.k3.static.decode import StaticDecoder, StepOutput
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.target import Target
 from dspark.taps import TapSet
+
+if TYPE_CHECKING:
+    from dspark.runtime.hf_static import HFStatic
 
 
 class StaticSeats(Protocol):
@@ -98,21 +101,54 @@ class StaticPass(Protocol):
 
 
 def static_pass(target: Target) -> StaticPass:
-    """The target as a static pass.
+    """The target as a static pass. Of transformers' models it is compared with the model itself.
 
     Raises UserError for a target that has none, or whose pass waits for its GPU; `unrecordable`
     gives the reason alone.
     """
     if isinstance(target, K3Target):
         return StaticDecoder(target.model)
-    raise UserError(f"target {target.name}: {unrecordable(target)}; use SpeculativeDecoder")
+    made = _of_transformers(target)
+    if isinstance(made, str):
+        raise not_recorded(target, made)
+    # On a CPU frames run unrecorded, and a pass that reads values there is as good as another.
+    reason = _host_read(made) if target.device.type == "cuda" else None
+    if reason is not None:
+        raise not_recorded(target, reason)
+    return made
+
+
+def not_recorded(target: Target, reason: str) -> UserError:
+    """What is said of a target whose frames cannot be recorded."""
+    return UserError(
+        f"target {target.name}: its frames cannot be recorded: {reason}; use SpeculativeDecoder"
+    )
 
 
 def unrecordable(target: Target) -> str | None:
     """Why frames of this target cannot be recorded, in words that follow its name; None: they can.
 
-    On a CPU, where nothing is recorded, the answer is what a GPU would meet, as far as it shows.
+    On a CPU, where nothing is recorded, it is what a GPU would meet, as far as a CPU can tell.
     """
     if isinstance(target, K3Target):
         return None
-    return f"a {type(target).__name__} has no static pass"
+    made = _of_transformers(target)
+    return made if isinstance(made, str) else _host_read(made)
+
+
+def _of_transformers(target: Target) -> HFStatic | str:
+    """Its static pass, or why there is none."""
+    from dspark.runtime.hf_static import HFStatic  # transformers is slow to import
+    from dspark.runtime.hf_static_check import wrong_logits
+    from dspark.runtime.hf_target import RowTarget
+
+    if not isinstance(target, RowTarget):
+        return "it is not made of attention layers alone, and what it holds is restored by the host"
+    static = HFStatic(target)
+    return wrong_logits(static) or static
+
+
+def _host_read(static: HFStatic) -> str | None:
+    from dspark.runtime.hf_static_check import host_read
+
+    return host_read(static)
