@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dspark import ops
 from dspark.runtime.graph_decode import GraphDecoder
-from dspark.runtime.graph_frame import Drafting
+from dspark.runtime.graph_draft import Drafting
 from dspark.runtime.graph_seats import Chances, GraphSeats
 from dspark.runtime.hf_open import hf_target
 from dspark.runtime.hf_static import HFStatic
