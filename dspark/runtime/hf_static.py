@@ -2,7 +2,8 @@
 
 The model runs as `RowTarget` runs it, told positions and masks; here both are made on the device
 out of the seats' lengths, so that a recorded step is right for every later length. A mask spans all
-places of a seat: attention reads all of them, whatever the text's length.
+places of a seat: attention reads all of them, whatever the text's length. RMS norms are one launch
+each, where they are just that (`dspark.runtime.hf_norms`); the rest is the model's, op by op.
 
 What the model itself does in its forward is its own affair: if it reads a value on the host, its
 steps cannot be recorded (`dspark.runtime.hf_static_check`).
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from dspark.k3.static.decode import StepOutput
 from dspark.runtime.hf_layer import RowLayer
+from dspark.runtime.hf_norms import FusedNorms
 from dspark.runtime.hf_static_cache import HFStaticCache, LayerShape
 from dspark.runtime.hf_target import RowTarget
 from dspark.taps import TapSet
@@ -29,6 +31,7 @@ class HFStatic:
     def __init__(self, target: RowTarget) -> None:
         self.target = target
         self._shapes = _shapes(target)
+        self.norms = FusedNorms(target.parts.decoder)
 
     @property
     def device(self) -> torch.device:
@@ -64,7 +67,8 @@ class HFStatic:
             "position_ids": rows.positions,
             "attention_mask": target.mask_argument(rows.masks),
         }
-        last, tapped = target.parts.run(tokens, cache.model_cache, taps, given)
+        with self.norms.used():
+            last, tapped = target.parts.run(tokens, cache.model_cache, taps, given)
         return StepOutput(last, tapped, [])
 
     def logits(self, last: Tensor) -> Tensor:
