@@ -96,7 +96,9 @@ def test_ways_alternate_and_seeds_differ_between_prompts_and_repeats():
         calls.append(("fast", prompt[0], seed))
         return fast_answer(2, 3, 1, 1.0)
 
-    timings = speed.measure([[0], [1], [2]], plain, fast, repeats=2, seed=100)
+    timings = speed.measure(
+        [[0], [1], [2]], speed.alone(plain), speed.alone(fast), repeats=2, seed=100
+    )
     assert [way for way, _, _ in calls] == ["plain", "fast", "fast", "plain"] * 3
     assert [seed for _, _, seed in calls[::2]] == [100, 101, 102, 103, 104, 105]
     assert all(calls[i][1:] == calls[i + 1][1:] for i in range(0, 12, 2))

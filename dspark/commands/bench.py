@@ -14,6 +14,7 @@ from dspark.commands.options import (
     Draft,
     DraftLength,
     DType,
+    Graphs,
     High,
     Low,
     MaxNewTokens,
@@ -37,7 +38,9 @@ from dspark.commands.options import (
 
 @app.command(epilog="Example: `dspark bench --batch 1 --temperature 0 1 --json bench.json`")
 def bench(
-    batch: Annotated[int, typer.Option(help="Sequences decoded at once; 1 is what it does.")] = 1,
+    batch: Annotated[
+        int, typer.Option(help="Prompts decoded at once; more than 1 with --graphs alone.")
+    ] = 1,
     draft: Draft = None,
     target: Target = "nano",
     prompts: Annotated[str, typer.Option(help="Name of a suite, or a JSONL file.")] = (
@@ -70,6 +73,7 @@ def bench(
         bool,
         typer.Option("--peer", help="Also time transformers' generate on a model of equal shape."),
     ] = False,
+    graphs: Graphs = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the result there; `-` prints it.")
     ] = None,
@@ -109,6 +113,7 @@ def bench(
         device=device,
         dtype=dtype,
         peer=peer,
+        graphs=graphs,
         json=None if to_stdout else json_file,
         plot=plot,
         quiet=to_stdout,

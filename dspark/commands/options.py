@@ -65,6 +65,10 @@ Seed = Annotated[int, typer.Option(help="Decides every draw.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads; without it, torch's choice.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 DType = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Graphs = Annotated[
+    bool,
+    typer.Option("--graphs", help="Recorded frames: the whole round as one CUDA graph."),
+]
 PrintJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 

@@ -29,6 +29,8 @@ from dspark.files import read_json
 KIND = "dspark cost model"
 COST_MODEL_FILE = "cost_model.json"
 """Its name beside a drafter."""
+FRAME_COSTS_FILE = "frame_costs.json"
+"""That of the times of recorded frames."""
 SCHEMA_VERSION = 1
 
 

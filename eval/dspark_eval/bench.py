@@ -8,6 +8,8 @@ What makes the comparison fair (eval/README.md has the reasons):
 * whole prompts are decoded before the clock counts, and thrown away;
 * tokens per second counts the tokens after the first and their seconds: the first comes from
   prefill, which speculation does not touch. The figure with prefill stands beside it.
+
+With `--graphs` both ways are recorded frames (`recorded.py`).
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ from dspark_eval.lengths import long_contexts, require_proposals
 from dspark_eval.lengths_by_entropy import lengths_by_entropy
 from dspark_eval.mismatches import find_mismatches
 from dspark_eval.pair import Pair, load_pair
+from dspark_eval.recorded import UNDIVIDED, Frames, Recorder, frame_warnings, measure_eager
 from dspark_eval.report import print_bench, progress
 from dspark_eval.samples import asked, samples
 from dspark_eval.settings import BenchOptions
 from dspark_eval.speed import (
     PromptTimings,
+    alone,
     details,
     hash_tokens,
     measure,
@@ -45,7 +49,7 @@ from dspark_eval.speed import (
 )
 from dspark_eval.suites import Suite, load_suites
 from dspark_eval.transformers_peer import TransformersPeer
-from dspark_eval.verdicts import mismatch_warnings
+from dspark_eval.verdicts import eager_mismatches, mismatch_warnings
 
 WARMUP_PEER_TOKENS = 32
 
@@ -79,17 +83,27 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
 def bench_pair(pair: Pair, suite: Suite, options: BenchOptions) -> dict[str, Any]:
     """The JSON document for a pair that is loaded already."""
     prompts = pair.prompt_ids(suite)
-    costs = _costs(pair, prompts, options)
+    recorder = None
+    if options.graphs:
+        recorder = Recorder(pair, prompts, options.batch, options.max_new_tokens)
+    costs = _costs(pair, prompts, options, recorder)
     peer = _make_peer(pair.target) if options.peer else None
-    runs = [
+    runs = []
+    for sampling in options.sampling():
+        cost = None if costs is None else costs.model
+        drafted = Drafted.of(options, pair.drafter, sampling, cost)
+        frames = None if recorder is None else recorder.frames(sampling, drafted.policy)
         # the peer decodes greedily whatever the setting: once is enough
-        _run_setting(pair, suite, prompts, options, sampling, costs, peer if index == 0 else None)
-        for index, sampling in enumerate(options.sampling())
-    ]
+        once = None if runs else peer
+        runs.append(
+            _run_setting(pair, suite, prompts, options, sampling, drafted, costs, frames, once)
+        )
     return {**runs[0], "runs": runs} if len(runs) > 1 else runs[0]
 
 
-def _costs(pair: Pair, prompts: Sequence[list[int]], options: BenchOptions) -> Costs | None:
+def _costs(
+    pair: Pair, prompts: Sequence[list[int]], options: BenchOptions, recorder: Recorder | None
+) -> Costs | None:
     """Step times, if they are to be measured or the policy reads them."""
     if not options.profile and not options.reads_costs:
         return None
@@ -100,6 +114,7 @@ def _costs(pair: Pair, prompts: Sequence[list[int]], options: BenchOptions) -> C
         cost_model=options.cost_model,
         profile=options.profile,
         batches=step_times.BATCHES,
+        recorder=recorder,
         quiet=options.quiet,
     )
 
@@ -124,60 +139,80 @@ def _run_setting(
     prompts: Sequence[list[int]],
     options: BenchOptions,
     sampling: SamplingParams,
+    drafted: Drafted,
     costs: Costs | None,
+    frames: Frames | None,
     peer: TransformersPeer | None,
 ) -> dict[str, Any]:
     """Warm up, measure and summarise one sampling setting."""
-    cost = None if costs is None else costs.model
-    drafted = Drafted.of(options, pair.drafter, sampling, cost)
-    timings = _measure_setting(pair, prompts, options, sampling, drafted, peer)
+    timings = _measure_setting(pair, prompts, options, sampling, drafted, frames, peer)
     require_proposals(timings, pair.drafter_name)
     mismatches = find_mismatches(pair.target, prompts, timings) if sampling.greedy else None
     unlike = None if mismatches is None else [asdict(entry) for entry in mismatches]
     lossless = _lossless(pair, prompts, timings, sampling, drafted, options)
-    few = metrics.sample_size_warnings(len(prompts))
-    doubts = () if costs is None else costs.warnings
+    told = {"seed": options.seed, "batch": options.batch}
+    rounds = metrics.pool(t.rounds for t in timings)
+    graphs = None
+    if frames is not None:
+        asking = {"new": options.max_new_tokens, **told}
+        graphs = frames.document(rounds, measure_eager(pair, prompts, timings, sampling, **asking))
+    found = {
+        "graphs": graphs,
+        "lengths_by_entropy": lengths_by_entropy(rounds),
+        "samples": samples(asked(suite, [t.speculative[0] for t in timings]), pair.chat.tokenizer),
+        "mismatches": unlike,
+        "lossless": lossless,
+        "peer": None if peer is None else summarize_peer(timings, peer, seed=options.seed),
+    }
+    warnings = [
+        *suite.notes,
+        *suite.first_turn_note,
+        *pair.warnings,
+        *(() if costs is None else costs.warnings),
+        *confidence_warnings(pair, drafted, sampling),
+        *long_contexts(pair, timings),
+        *fidelity_warnings(lossless),
+        *mismatch_warnings(unlike, lossy=drafted.relaxed is not None),
+        *mismatch_warnings(eager_mismatches(found), lossy=False),
+        *frame_warnings(graphs),
+        *metrics.sample_size_warnings(len(prompts)),
+    ]
+    asked_for = _asked_for(pair, suite, prompts, options, drafted, costs)
     return {
         **run_document(
             pair,
             drafted,
             sampling,
             max_new_tokens=options.max_new_tokens,
-            summary=summarize(timings, seed=options.seed),
+            summary=summarize(timings, **told) | (UNDIVIDED if options.graphs else {}),
             greedy_mismatches=None if mismatches is None else len(mismatches),
             relaxed=_relaxation(pair, suite, timings),
+            batch=options.batch,
         ),
-        "extra": {
-            "prompts": suite.name,
-            "prompts_available": suite.available,
-            "prompts_sha256": hash_tokens(prompts),
-            "draft_length": drafted.length(pair.drafter.config.block_size),
-            "cost_model": None if costs is None else str(costs.path),
-            "profile": costs.model.to_dict() if costs is not None and options.profile else None,
-            "block_size": pair.drafter.config.block_size,
-            "seed": options.seed,
-            "repeats": options.repeats,
-            "warmup_prompts": options.warmup,
-            **details(timings, seed=options.seed),
-            "lengths_by_entropy": lengths_by_entropy(metrics.pool(t.rounds for t in timings)),
-            "samples": samples(
-                asked(suite, [t.speculative[0] for t in timings]), pair.chat.tokenizer
-            ),
-            "mismatches": unlike,
-            "lossless": lossless,
-            "peer": None if peer is None else summarize_peer(timings, peer, seed=options.seed),
-            "warnings": [
-                *suite.notes,
-                *suite.first_turn_note,
-                *pair.warnings,
-                *doubts,
-                *confidence_warnings(pair, drafted, sampling),
-                *long_contexts(pair, timings),
-                *fidelity_warnings(lossless),
-                *mismatch_warnings(unlike, lossy=drafted.relaxed is not None),
-                *few,
-            ],
-        },
+        "extra": {**asked_for, **details(timings, **told), **found, "warnings": warnings},
+    }
+
+
+def _asked_for(
+    pair: Pair,
+    suite: Suite,
+    prompts: Sequence[list[int]],
+    options: BenchOptions,
+    drafted: Drafted,
+    costs: Costs | None,
+) -> dict[str, Any]:
+    """What was measured on, for `extra`."""
+    return {
+        "prompts": suite.name,
+        "prompts_available": suite.available,
+        "prompts_sha256": hash_tokens(prompts),
+        "draft_length": drafted.length(pair.drafter.config.block_size),
+        "cost_model": None if costs is None else str(costs.path),
+        "profile": costs.model.to_dict() if costs is not None and options.profile else None,
+        "block_size": pair.drafter.config.block_size,
+        "seed": options.seed,
+        "repeats": options.repeats,
+        "warmup_prompts": options.warmup,
     }
 
 
@@ -218,14 +253,19 @@ def _measure_setting(
     options: BenchOptions,
     sampling: SamplingParams,
     drafted: Drafted,
+    frames: Frames | None,
     peer: TransformersPeer | None,
 ) -> list[PromptTimings]:
-    plain = pair.plain(sampling, options.max_new_tokens)
-    speculative = pair.speculative(sampling, options.max_new_tokens, drafted)
+    new = options.max_new_tokens
+    if frames is not None:
+        plain, speculative = frames.plain, frames.speculative
+    else:
+        plain = alone(pair.plain(sampling, new))
+        speculative = alone(pair.speculative(sampling, new, drafted))
     for index in range(options.warmup):
         prompt = prompts[-1 - index % len(prompts)]
-        plain(prompt, options.seed)
-        speculative(prompt, options.seed)
+        plain([prompt], options.seed)
+        speculative([prompt], options.seed)
         if peer is not None:
             peer.measure(len(prompt), WARMUP_PEER_TOKENS)
     title = f"bench at temperature {sampling.temperature:g}"
@@ -236,6 +276,7 @@ def _measure_setting(
             speculative,
             repeats=options.repeats,
             seed=options.seed,
+            batch=options.batch,
             peer=peer,
             advance=advance,
         )

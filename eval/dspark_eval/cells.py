@@ -28,6 +28,14 @@ def interval(bounds: Sequence[float] | None) -> str:
     return "" if bounds is None else f"[{bounds[0]:.2f}, {bounds[1]:.2f}]"
 
 
+def round_parts(run: Mapping[str, Any]) -> list[tuple[str, float | None]]:
+    """What a round's mean milliseconds are made of; a frame has no parts."""
+    graphs = run["extra"].get("graphs")
+    if graphs is not None:
+        return [("frame", graphs["frame_ms_mean"])]
+    return [(part, run[f"{part}_ms"]) for part in ("draft", "verify", "other")]
+
+
 def percent_of(found: Mapping[str, Any] | None) -> str:
     """A share and its interval, as the JSON of an estimate has them."""
     if found is None or found["value"] is None:

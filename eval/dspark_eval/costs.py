@@ -2,7 +2,8 @@
 
 --profile                  measured, and written to --cost-model or beside the drafter
 --cost-model F             read
-neither                    DRAFT/cost_model.json if there is one
+neither                    DRAFT/cost_model.json if there is one, of recorded frames
+                           DRAFT/frame_costs.json
 """
 
 from __future__ import annotations
@@ -13,10 +14,16 @@ from pathlib import Path
 
 from dspark.errors import UserError
 from dspark.files import atomic_write_json
-from dspark.runtime.cost_model import COST_MODEL_FILE, CostModel, load_cost_model
+from dspark.runtime.cost_model import (
+    COST_MODEL_FILE,
+    FRAME_COSTS_FILE,
+    CostModel,
+    load_cost_model,
+)
 from dspark_eval import step_times
 from dspark_eval.environment import describe_environment
 from dspark_eval.pair import Pair
+from dspark_eval.recorded import Recorder
 from dspark_eval.report import progress
 
 
@@ -37,44 +44,51 @@ def find_costs(
     cost_model: Path | None,
     profile: bool,
     batches: Sequence[int] = (1,),
+    recorder: Recorder | None = None,
     quiet: bool = False,
 ) -> Costs | None:
-    """Measure or read. None: not asked for and not there.
+    """Measure or read; of the frames of a `recorder` those. None: not asked for and not there.
 
     Raises UserError for a file that is missing, wrong or cannot be written.
     """
-    path = cost_model or Path(draft) / COST_MODEL_FILE
+    own = COST_MODEL_FILE if recorder is None else FRAME_COSTS_FILE
+    path = cost_model or Path(draft) / own
     if profile:
-        return Costs(_measure(pair, prompts, batches, path, quiet), path)
+        model = _measure(pair, prompts, batches, recorder, quiet)
+        try:
+            atomic_write_json(path, model.to_dict())
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror})") from error
+        return Costs(model, path)
     if cost_model is None and not path.is_file():
         return None
     model = load_cost_model(path)
-    return Costs(model, path, tuple(_doubts(model, path, pair)))
+    return Costs(model, path, tuple(_doubts(model, path, pair, recorder is not None)))
 
 
 def _measure(
     pair: Pair,
     prompts: Sequence[Sequence[int]],
     batches: Sequence[int],
-    path: Path,
+    recorder: Recorder | None,
     quiet: bool,
 ) -> CostModel:
+    if recorder is not None:
+        with progress("frame times", recorder.timings, quiet) as advance:
+            return recorder.costs(prompts, advance)
     repeats = step_times.REPEATS
     total = step_times.total_repeats(batches, repeats)
     with progress("step times", total, quiet) as advance:
-        model = step_times.profile_pair(
+        return step_times.profile_pair(
             pair, prompts, batches=batches, repeats=repeats, advance=advance
         )
-    try:
-        atomic_write_json(path, model.to_dict())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
-    return model
 
 
-def _doubts(model: CostModel, path: Path, pair: Pair) -> list[str]:
+def _doubts(model: CostModel, path: Path, pair: Pair, frames: bool) -> list[str]:
     """Why the times in a file may not be those of this run."""
     found = []
+    if frames != ("frames" in model.environment):
+        found.append("pass by pass, not of frames" if frames else "of recorded frames")
     if not step_times.same_machine(
         model, describe_environment(pair.target.device, pair.target.dtype)
     ):

@@ -37,6 +37,7 @@ def run_document(
     summary: Mapping[str, Any],
     greedy_mismatches: int | None,
     relaxed: Mapping[str, Any] | None,
+    batch: int = 1,
 ) -> dict[str, Any]:
     """All of `RUN_KEYS`, in their order.
 
@@ -46,7 +47,7 @@ def run_document(
         "schema_version": SCHEMA_VERSION,
         "target": pair.target.name,
         "drafter": pair.drafter_name,
-        "batch": 1,
+        "batch": batch,
         "policy": drafted.policy.name,
         "policy_settings": drafted.settings(pair.drafter.config.block_size),
         "verification": drafted.method,

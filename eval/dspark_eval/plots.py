@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from dspark.files import atomic_file
 from dspark.wording import counted
+from dspark_eval.cells import round_parts
 from dspark_eval.intervals import MIN_PROMPTS
 
 if TYPE_CHECKING:
@@ -176,17 +177,18 @@ def legend_below(axes: Axes) -> None:
 
 def draw_split(axes: Axes, runs: Sequence[Run]) -> None:
     """Stacked milliseconds of a round beside the plain steps that give as many tokens."""
-    parts = (("draft_ms", "draft", SKY, ""), ("verify_ms", "verify", GREEN, "//"),
-             ("other_ms", "other", PINK, ".."))  # fmt: skip
+    looks = {"draft": (SKY, ""), "verify": (GREEN, "//"), "frame": (GREEN, "//"),
+             "other": (PINK, "..")}  # fmt: skip
     width = 0.38
     for index, run in enumerate(runs):
         bottom = 0.0
-        for key, label, colour, hatch in parts:
+        for label, ms in round_parts(run):
+            colour, hatch = looks[label]
             axes.bar(
-                index + width / 2, run[key], width, bottom=bottom, color=colour, hatch=hatch,
+                index + width / 2, ms, width, bottom=bottom, color=colour, hatch=hatch,
                 edgecolor="white", label=label if index == 0 else None,
             )  # fmt: skip
-            bottom += run[key]
+            bottom += ms
         plain = run["extra"]["plain_ms_per_token"] * run["accepted_length"]
         axes.bar(
             index - width / 2, plain, width, color=BLUE, edgecolor="white",

@@ -20,10 +20,11 @@ from rich.table import Table
 from dspark.fitting import say, show
 from dspark.reading import shown_in
 from dspark.wording import counted
-from dspark_eval.cells import NOT_MEASURED, interval, number, percent, rate
+from dspark_eval.cells import NOT_MEASURED, interval, number, percent, rate, round_parts
 from dspark_eval.report_notes import (
     cost_lines,
     evaluation_lines,
+    frame_line,
     lossless_words,
     mismatch_lines,
     outcome_lines,
@@ -65,7 +66,7 @@ def print_bench(runs: Sequence[Run], console: Console | None = None) -> None:
         "speed-up\n[95 %]",
         "accepted length\n[95 %]",
         "accepted\ndrafts",
-        "ms per round\ndraft + verify + other",
+        f"ms per round\n{' + '.join(part for part, _ in round_parts(first))}",
         "same\ntext",
     ):
         table.add_column(name, justify="right", no_wrap=True)
@@ -82,7 +83,7 @@ def print_bench(runs: Sequence[Run], console: Console | None = None) -> None:
 def _add_run(table: Table, run: Run) -> None:
     setting = f"temperature {run['temperature']:g}"
     table.add_row(f"plain, {setting}", rate(run["plain_tokens_per_s"]), *[""] * 5)
-    times = " + ".join(number(run[key], 2) for key in ("draft_ms", "verify_ms", "other_ms"))
+    times = " + ".join(number(ms, 2) for _, ms in round_parts(run))
     table.add_row(
         f"speculative, {setting}{relaxed_label(run)}{mark(run_fails(run))}",
         rate(run["speculative_tokens_per_s"]),
@@ -119,7 +120,7 @@ def _bench_notes(runs: Sequence[Run]) -> Iterator[str]:
             f"{number(extra['accepted_length_without_loops'], 2)}"
         )
         name = f"temperature {run['temperature']:g}"
-        for lines in (outcome_lines, relaxed_line, mismatch_lines):
+        for lines in (outcome_lines, relaxed_line, mismatch_lines, frame_line):
             yield from lines(run, name)
         if extra["lossless"] is not None:
             yield f"{name}: the first {lossless_words(extra['lossless'])}"

@@ -115,6 +115,23 @@ def cost_lines(extra: Mapping[str, Any]) -> Iterator[str]:
     yield f"written to {extra['cost_model']}"
 
 
+def frame_line(run: Mapping[str, Any], name: str) -> Iterator[str]:
+    """Of recorded frames: what they were, and plain decoding pass by pass beside them."""
+    graphs = run["extra"].get("graphs")
+    if graphs is None:
+        return
+    eager, ratio = graphs["eager"], ""
+    if eager["frames_over_eager"] is not None:
+        bounds = interval(eager["frames_over_eager_ci95"])
+        ratio = f", plain frames {number(eager['frames_over_eager'], 2)}x of it {bounds}".rstrip()
+    yield (
+        f"{name}: both ways by {graphs['frames']} frames of {counted(graphs['seats'], 'seat')}; "
+        f"plain decoding pass by pass, one prompt at a time, "
+        f"{rate(eager['plain_tokens_per_s'])} tokens/s{ratio} "
+        f"({counted(eager['n_prompts'], 'prompt')})"
+    )
+
+
 def mismatch_lines(run: Mapping[str, Any], name: str) -> Iterator[str]:
     """Where greedy text left that of plain decoding, and how close the call was."""
     found = run["extra"]["mismatches"]

@@ -25,6 +25,7 @@ class BenchOptions(Drafting, AtTemperatures):
     prompts: a suite name or a JSONL file. draft_length: None = the drafter's block size.
     repeats: times each prompt is measured. warmup: prompts decoded before the clock counts.
     peer: also measure transformers' `generate` on a `kimi_linear` model of equal shape.
+    graphs: both ways by recorded frames; then batch prompts are decoded side by side.
     """
 
     prompts: str | Path = "nano-problems"
@@ -34,12 +35,14 @@ class BenchOptions(Drafting, AtTemperatures):
     warmup: int = 2
     repeats: int = 1
     peer: bool = False
+    graphs: bool = False
     json: Path | None = None
     plot: Path | None = None
 
     def __post_init__(self) -> None:
         self.check()
-        require(self.batch == 1, f"--batch: expected 1, the batch size measured; got {self.batch}")
+        require(self.batch >= 1, f"--batch: expected 1 or more; got {self.batch}")
+        self._check_graphs()
         require(self.warmup >= 1, f"--warmup: expected 1 or more; got {self.warmup}")
         require(self.repeats >= 1, f"--repeats: expected 1 or more; got {self.repeats}")
         self.sampling()
@@ -49,6 +52,18 @@ class BenchOptions(Drafting, AtTemperatures):
             self.plot is None or self.plot.suffix.lower() in PICTURES,
             f"--plot {self.plot}: expected a name that ends in {', '.join(PICTURES)}",
         )
+
+    def _check_graphs(self) -> None:
+        """What only recorded frames do, and what they do not."""
+        one = self.batch == 1
+        require(one or self.graphs, f"--batch {self.batch}: only with --graphs; without it, 1")
+        require(one or not self.peer, "--peer: decodes one prompt at a time; leave --batch out")
+        if self.graphs:
+            for name, asked in (
+                ("--verification block", self.verification != "token"),
+                ("--relaxed", self.relaxed),
+            ):
+                require(not asked, f"{name}: recorded frames do not; leave --graphs out")
 
 
 @dataclass(frozen=True, kw_only=True)

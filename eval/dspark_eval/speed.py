@@ -22,6 +22,9 @@ from dspark_eval.transformers_peer import PEER_NAME, PeerTiming, TransformersPee
 
 Decode = Callable[[list[int], int], Generation]
 """Prompt ids and seed to an answer."""
+DecodeMany = Callable[[Sequence[list[int]], int], list[Generation]]
+"""Prompts decoded side by side to their answers; the seed is the first one's, the next one's is one
+more."""
 
 PEER_PROMPTS = 12  # transformers is slow; a dozen prompts give its speed to a few per cent
 
@@ -50,33 +53,43 @@ class PromptTimings:
         return metrics.pool(g.rounds for g in self.speculative)
 
 
+def alone(decode: Decode) -> DecodeMany:
+    """One prompt after the other."""
+    return lambda prompts, seed: [decode(ids, seed + at) for at, ids in enumerate(prompts)]
+
+
 def measure(
     prompts: Sequence[list[int]],
-    plain: Decode,
-    speculative: Decode,
+    plain: DecodeMany,
+    speculative: DecodeMany,
     *,
     repeats: int,
     seed: int,
+    batch: int = 1,
     peer: TransformersPeer | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> list[PromptTimings]:
-    """Decode every prompt both ways; who goes first changes with prompt and repeat.
+    """Decode every `batch` prompts both ways; who goes first changes with each and with the repeat.
 
     The seed depends on the prompt's index and the repeat, so that repeats at temperature > 0 are
     new samples and not the same one again. `advance` is called after each prompt.
     """
     timings = [PromptTimings(len(prompt)) for prompt in prompts]
     for repeat in range(repeats):
-        for index, (prompt, entry) in enumerate(zip(prompts, timings, strict=True)):
-            prompt_seed = seed + index + repeat * len(prompts)
-            ways = [(plain, entry.plain), (speculative, entry.speculative)]
-            for decode, answers in ways if (index + repeat) % 2 == 0 else reversed(ways):
-                answers.append(decode(prompt, prompt_seed))
-            metrics.check_generation(entry.speculative[-1])
-            if peer is not None and index < PEER_PROMPTS:
-                # as many tokens as plain decoding made, so that both see the same context lengths
-                entry.peer.append(peer.measure(len(prompt), max(2, len(entry.plain[-1].tokens))))
-            advance()
+        for turn, start in enumerate(range(0, len(prompts), batch)):
+            some, entries = prompts[start : start + batch], timings[start : start + batch]
+            first_seed = seed + start + repeat * len(prompts)
+            ways = [("plain", plain), ("speculative", speculative)]
+            for name, decode in ways if (turn + repeat) % 2 == 0 else reversed(ways):
+                for entry, answer in zip(entries, decode(some, first_seed), strict=True):
+                    getattr(entry, name).append(answer)
+            for index, entry in enumerate(entries, start):
+                metrics.check_generation(entry.speculative[-1])
+                if peer is not None and index < PEER_PROMPTS:
+                    # as many tokens as plain decoding made: both see the same context lengths
+                    tokens = max(2, len(entry.plain[-1].tokens))
+                    entry.peer.append(peer.measure(entry.prompt_length, tokens))
+                advance()
     return timings
 
 
@@ -100,10 +113,22 @@ def _finite(value: np.ndarray) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-def summarize(timings: Sequence[PromptTimings], *, seed: int) -> dict[str, Any]:
-    """The speed and acceptance keys of the JSON document, pooled over prompts and repeats."""
-    plain = np.array([_sums(t.plain)[:2] for t in timings])
-    fast = np.array([_sums(t.speculative)[:2] for t in timings])
+def decoded(answers: Sequence[Generation]) -> tuple[int, float]:
+    """Tokens after the first, and their seconds."""
+    return _sums(answers)[:2]
+
+
+def _together(sums: np.ndarray, batch: int) -> np.ndarray:
+    """Rows of prompts added up to those of the batches that they were decoded in: the seconds of
+    such prompts are not independent."""
+    return np.add.reduceat(sums, np.arange(0, len(sums), batch)) if batch > 1 else sums
+
+
+def summarize(timings: Sequence[PromptTimings], *, seed: int, batch: int = 1) -> dict[str, Any]:
+    """The speed and acceptance keys of the JSON document, pooled over prompts and repeats; of
+    `batch` prompts decoded side by side, speed over batches."""
+    plain = _together(np.array([decoded(t.plain) for t in timings]), batch)
+    fast = _together(np.array([decoded(t.speculative) for t in timings]), batch)
     both = np.concatenate([fast, plain], axis=1)
     by_prompt = [t.rounds for t in timings]
     rounds = metrics.pool(by_prompt)
@@ -126,7 +151,7 @@ def summarize(timings: Sequence[PromptTimings], *, seed: int) -> dict[str, Any]:
         "rows_per_round": metrics.rows_per_round(rounds),
         "levels": outcomes.level_shares(rounds),
         "bands": outcomes.band_table(by_prompt),
-        "break_even": break_even(rounds, plain_rate),
+        "break_even": break_even(rounds, plain_rate / batch),
         **metrics.round_times_ms(rounds),
         "host_syncs_per_token": None,  # nothing counts them in this loop
     }
@@ -138,15 +163,15 @@ def break_even(rounds: Sequence[RoundRecord], plain_rate: float | np.ndarray) ->
     return _finite(np.mean(spent) * plain_rate) if spent else None
 
 
-def details(timings: Sequence[PromptTimings], *, seed: int) -> dict[str, Any]:
+def details(timings: Sequence[PromptTimings], *, seed: int, batch: int = 1) -> dict[str, Any]:
     """What stands under `extra`: intervals of both rates, prefill included, loops, percentiles."""
-    plain = np.array([_sums(t.plain) for t in timings])
-    fast = np.array([_sums(t.speculative) for t in timings])
+    plain = _together(np.array([_sums(t.plain) for t in timings]), batch)
+    fast = _together(np.array([_sums(t.speculative) for t in timings]), batch)
     by_prompt = [t.rounds for t in timings]
     answers = [g for t in timings for g in t.speculative]
     with np.errstate(divide="ignore", invalid="ignore"):
         plain_all, fast_all = _rate(plain.sum(0)[2:]), _rate(fast.sum(0)[2:])
-        step_ms = 1e3 / _rate(plain.sum(0))
+        step_ms = 1e3 * batch / _rate(plain.sum(0))
     rounds = metrics.pool(by_prompt)
     return {
         "n_rounds": len(rounds),

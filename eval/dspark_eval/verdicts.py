@@ -52,7 +52,13 @@ def run_fails(run: Checked) -> bool:
     """Of one setting of `dspark bench`."""
     extra = run["extra"]
     wrong = 0 if run["relaxed"] is not None else defects(extra["mismatches"])
-    return fails(extra["lossless"]) or wrong > 0
+    return fails(extra["lossless"]) or wrong + defects(eager_mismatches(extra)) > 0
+
+
+def eager_mismatches(extra: Checked) -> list[dict[str, Any]] | None:
+    """Of plain recorded frames against plain decoding; None where there were no frames."""
+    graphs = extra.get("graphs")
+    return None if graphs is None else graphs["eager"]["mismatches"]
 
 
 def mark(failed: bool) -> str:

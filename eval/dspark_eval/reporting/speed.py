@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from dspark.wording import counted
-from dspark_eval.cells import interval, number, percent
+from dspark_eval.cells import interval, number, percent, round_parts
 from dspark_eval.plots import draw_positions, draw_speed, draw_split
-from dspark_eval.report_notes import mismatch_lines, policy_words
+from dspark_eval.report_notes import frame_line, mismatch_lines, policy_words
 from dspark_eval.reporting.blocks import Block, Picture, Prose, Samples, Section, notes, table
 from dspark_eval.reporting.figures import panel, plot_lengths, plot_timeline, with_legend
 from dspark_eval.reporting.words import HOW_SURE, label, machine, name, positions_alt
@@ -38,7 +38,8 @@ def _bench(runs: Sequence[Run]) -> Iterator[Block]:
     yield table(
         "Each sampling setting",
         ("temperature", "plain, tokens/s", "speculative", "speed-up", "accepted length",
-         "accepted drafts", "ms a round: draft + verify + other", "same text"),
+         "accepted drafts", f"ms a round: {' + '.join(part for part, _ in round_parts(first))}",
+         "same text"),
         map(_bench_row, runs),
         texts=0,
     )  # fmt: skip
@@ -70,8 +71,8 @@ def _bench(runs: Sequence[Run]) -> Iterator[Block]:
         "rounds",
         "Where a round's time goes, beside the plain steps that give as many tokens.",
         "; ".join(
-            f"Temperature {run['temperature']:g}: draft {run['draft_ms']:.2f}, verify "
-            f"{run['verify_ms']:.2f}, other {run['other_ms']:.2f} milliseconds a round"
+            f"Temperature {run['temperature']:g}: "
+            f"{', '.join(f'{part} {ms:.2f}' for part, ms in round_parts(run))} milliseconds a round"
             for run in runs
         ),
         partial(panel, partial(draw_split, runs=runs), title=n),
@@ -154,13 +155,15 @@ def _bench_row(run: Run) -> Sequence[str]:
         f"{number(run['speedup'], 2)}x {interval(run['speedup_ci95'])}",
         f"{number(run['accepted_length'], 2)} {interval(run['accepted_length_ci95'])}",
         percent(run["acceptance_rate"]),
-        " + ".join(number(run[key], 2) for key in ("draft_ms", "verify_ms", "other_ms")),
+        " + ".join(number(ms, 2) for _, ms in round_parts(run)),
         "-" if mismatches is None else f"{prompts - mismatches} of {prompts}",
     )
 
 
 def _mismatches(run: Run) -> Iterator[str]:
-    return mismatch_lines(run, f"temperature {run['temperature']:g}")
+    setting = f"temperature {run['temperature']:g}"
+    yield from mismatch_lines(run, setting)
+    yield from frame_line(run, setting)
 
 
 def frames(source: str, value: Any) -> Section:
