@@ -88,7 +88,7 @@ def bench_pair(pair: Pair, suite: Suite, options: BenchOptions) -> dict[str, Any
         recorder = Recorder(pair, prompts, options.batch, options.max_new_tokens)
     costs = _costs(pair, prompts, options, recorder)
     peer = _make_peer(pair.target) if options.peer else None
-    runs = []
+    runs: list[dict[str, Any]] = []
     for sampling in options.sampling():
         cost = None if costs is None else costs.model
         drafted = Drafted.of(options, pair.drafter, sampling, cost)
@@ -257,11 +257,11 @@ def _measure_setting(
     peer: TransformersPeer | None,
 ) -> list[PromptTimings]:
     new = options.max_new_tokens
-    if frames is not None:
-        plain, speculative = frames.plain, frames.speculative
-    else:
+    if frames is None:
         plain = alone(pair.plain(sampling, new))
         speculative = alone(pair.speculative(sampling, new, drafted))
+    else:
+        plain, speculative = frames.plain, frames.speculative
     for index in range(options.warmup):
         prompt = prompts[-1 - index % len(prompts)]
         plain([prompt], options.seed)

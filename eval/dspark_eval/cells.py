@@ -28,7 +28,7 @@ def interval(bounds: Sequence[float] | None) -> str:
     return "" if bounds is None else f"[{bounds[0]:.2f}, {bounds[1]:.2f}]"
 
 
-def round_parts(run: Mapping[str, Any]) -> list[tuple[str, float | None]]:
+def round_parts(run: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """What a round's mean milliseconds are made of; a frame has no parts."""
     graphs = run["extra"].get("graphs")
     if graphs is not None:
