@@ -15,6 +15,7 @@ from dspark.commands.options import (
     Device,
     DraftLength,
     DType,
+    Graphs,
     MaxNewTokens,
     PrintJson,
     Seed,
@@ -93,6 +94,7 @@ def generate(
     svg: Annotated[
         Path | None, typer.Option(help="Save what --show-draft shows as a picture.")
     ] = None,
+    graphs: Graphs = False,
     threads: Threads = None,
     device: Device = "cpu",
     dtype: DType = "float32",
@@ -135,6 +137,7 @@ def generate(
         show_draft=show_draft,
         stats=stats,
         svg=svg,
+        graphs=graphs,
         json=as_json,
         threads=threads,
         device=device,

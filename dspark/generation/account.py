@@ -38,6 +38,7 @@ class Account:
     """Figures of one generation; None is "not measured", never 0.
 
     finish  "end", "stop", "length", or "interrupted": then no round was handed over
+    frames  whether rounds were frames, of whose parts nobody knows the seconds
     """
 
     tokens: list[int]
@@ -45,15 +46,17 @@ class Account:
     rounds: list[RoundRecord]
     prefill_s: float | None
     decode_s: float | None
+    frames: bool = False
 
     @classmethod
-    def of(cls, generation: Generation) -> Account:
+    def of(cls, generation: Generation, *, frames: bool = False) -> Account:
         return cls(
             generation.tokens,
             generation.finish,
             generation.rounds,
             generation.prefill_s,
             generation.decode_s,
+            frames,
         )
 
     @classmethod
@@ -73,7 +76,7 @@ class Account:
     @property
     def draft_share(self) -> float | None:
         spent = sum(r.draft_s + r.verify_s + r.other_s for r in self.rounds)
-        return sum(r.draft_s for r in self.rounds) / spent if spent else None
+        return sum(r.draft_s for r in self.rounds) / spent if spent and not self.frames else None
 
     def document(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -86,8 +89,13 @@ class Account:
             "tokens_per_s": self.tokens_per_s,
             "accepted_length": self.accepted_length,
             "draft_share": self.draft_share,
-            "rounds": [asdict(record) for record in self.rounds],
+            "rounds": [asdict(record) | self._seconds(record) for record in self.rounds],
         }
+
+    def _seconds(self, record: RoundRecord) -> dict[str, float | None]:
+        """Those of a frame in place of those of its parts."""
+        unknown = dict.fromkeys(("draft_s", "verify_s", "other_s"))
+        return {**unknown, "frame_s": record.verify_s} if self.frames else {}
 
     def summary(self) -> str:
         """One line."""
@@ -121,17 +129,17 @@ class Account:
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("level", no_wrap=True)
         table.add_column("confidence, %")
-        for name in ("draft ms", "verify", "other"):
+        for name in ("frame ms",) if self.frames else ("draft ms", "verify", "other"):
             table.add_column(name, justify="right", no_wrap=True)
         for number, record in enumerate(self.rounds, start=1):
-            table.add_row(str(number), *_cells(record))
+            table.add_row(str(number), *_cells(record, self.frames))
         return table
 
 
-def _cells(record: RoundRecord) -> list[str]:
+def _cells(record: RoundRecord, frame: bool) -> list[str]:
     counts = (record.drafted, record.verified, record.accepted)
     level = LEVELS[record.level] if record.drafted else "plain step"
-    times = (record.draft_s, record.verify_s, record.other_s)
+    times = [record.verify_s] if frame else [record.draft_s, record.verify_s, record.other_s]
     return [
         *map(str, counts),
         level,

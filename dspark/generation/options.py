@@ -35,6 +35,7 @@ class GenerateOptions:
     stop          strings that end the text; one that is a special token acts as an end token
     logit_bias    "ID:NUMBER" or "TEXT:NUMBER", where the text is one token
     raw           the prompt is the beginning of the text, not a user's turn
+    graphs        decode by recorded frames, which apply no rules to the logits
     svg           picture of what --show-draft shows
     """
 
@@ -62,6 +63,7 @@ class GenerateOptions:
     show_draft: bool = False
     stats: bool = False
     svg: Path | None = None
+    graphs: bool = False
     json: bool = False
     threads: int | None = None
     device: str = "cpu"
@@ -149,6 +151,8 @@ class GenerateOptions:
             not (self.json and self.show_draft),
             "--json: prints one document, which --show-draft cannot colour; leave one of them out",
         )
+        if self.graphs:
+            self._check_graphs()
         if self.draft is None:
             given = {
                 "--policy": self.policy,
@@ -161,3 +165,15 @@ class GenerateOptions:
             }
             for name, value in given.items():
                 _require(value is None, f"{name}: needs a drafter; give --draft DIR")
+
+    def _check_graphs(self) -> None:
+        """What a frame, which waits for no host, does not do."""
+        given = {
+            "--verification block": self.method == "block",
+            "--min-new-tokens": self.min_new_tokens > 0,
+            "--logit-bias": bool(self.logit_bias),
+            "--repetition-penalty": self.repetition_penalty != 1,
+            "--no-repeat-ngram": self.no_repeat_ngram > 0,
+        }
+        for name, asked in given.items():
+            _require(not asked, f"{name}: recorded frames do not; leave --graphs out")

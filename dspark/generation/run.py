@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
@@ -28,12 +28,19 @@ from dspark.files import prepare_folder
 from dspark.fitting import say, show
 from dspark.generation.account import SCHEMA_VERSION, Account
 from dspark.generation.asked import endings, prompt_ids, read_prompt, rules_of
+from dspark.generation.frames import by_frames, told
 from dspark.generation.options import GenerateOptions
 from dspark.generation.reader import Piece, Reader
 from dspark.generation.screen import PICTURE_WIDTH, Marked, Plain, Silent
 from dspark.reading import reading_bar
-from dspark.runtime.cost_model import COST_MODEL_FILE, CostModel, load_cost_model
+from dspark.runtime.cost_model import (
+    COST_MODEL_FILE,
+    FRAME_COSTS_FILE,
+    CostModel,
+    load_cost_model,
+)
 from dspark.runtime.decode import SpeculativeDecoder
+from dspark.runtime.graph_decode import GraphDecoder
 from dspark.runtime.loading import load_target
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.policies.choose import make_policy
@@ -80,7 +87,10 @@ def run_generate(options: GenerateOptions, remarks: Sequence[str] = ()) -> dict[
     stop = StopStrings(stops, loaded.tokenizer)
     reader = Reader(stop.start(min_new_tokens=options.min_new_tokens), ends, screen.show)
     beyond = too_long_note(loaded.target, len(ids) + options.max_new_tokens)
+    frames = _frames(options, loaded, len(ids))
     warnings = [*loaded.warnings, *([beyond] if beyond else [])]
+    if frames is not None and not frames.turns.recorded:
+        warnings.append("--graphs: this device records no frames; unrecorded ones ran")
     unsaid = [f"note: {remark}" for remark in (*remarks, *warnings)]
 
     def read(emitted: Sequence[Emitted]) -> None:
@@ -88,7 +98,7 @@ def run_generate(options: GenerateOptions, remarks: Sequence[str] = ()) -> dict[
             say(notes, unsaid.pop(0))
         reader.read(emitted)
 
-    account = _decode(options, loaded, ids, stop, ends, read)
+    account = _decode(options, loaded, frames, ids, stop, ends, read)
     reader.finish()
     account = account or Account.interrupted(reader.pieces)
     screen.finish()
@@ -101,7 +111,7 @@ def run_generate(options: GenerateOptions, remarks: Sequence[str] = ()) -> dict[
     if isinstance(screen, Marked) and options.svg is not None:
         screen.picture(options.svg, options.command(), account.parts() if options.stats else ())
     document = {
-        **_document(options, loaded, prompt, ids, reader, account),
+        **_document(options, loaded, frames, prompt, ids, reader, account),
         "warnings": warnings,
     }
     if options.json:
@@ -147,7 +157,7 @@ def _costs(options: GenerateOptions) -> CostModel | None:
         return load_cost_model(options.cost_model)
     if not options.reads_costs or options.draft is None:
         return None
-    own = options.draft / COST_MODEL_FILE
+    own = options.draft / (FRAME_COSTS_FILE if options.graphs else COST_MODEL_FILE)
     return load_cost_model(own) if own.is_file() else None
 
 
@@ -159,29 +169,47 @@ def _screen(options: GenerateOptions) -> Plain | Marked | Silent:
     return Marked(sys.stdout) if options.show_draft else Plain(sys.stdout)
 
 
+def _frames(options: GenerateOptions, loaded: Loaded, prompt_tokens: int) -> GraphDecoder | None:
+    """What --graphs decodes with; raises UserError for what a frame cannot hold."""
+    if not options.graphs:
+        return None
+    return GraphDecoder(
+        loaded.target,
+        loaded.drafter,
+        max_length=prompt_tokens + options.max_new_tokens,
+        policy=None if loaded.drafter is None else _policy(options, loaded.drafter),
+        sampling=options.sampling(),
+    )
+
+
 def _decode(
     options: GenerateOptions,
     loaded: Loaded,
+    frames: GraphDecoder | None,
     ids: list[int],
     stop: StopStrings,
     ends: list[int],
     read: RoundCallback,
 ) -> Account | None:
     """None if Ctrl-C came first."""
-    if loaded.drafter is None:
-        generate = partial(plain_generate, loaded.target)
+    generate: Callable[..., Generation]
+    sampling = options.sampling()
+    if frames is not None:
+        generate = partial(by_frames, frames)
+    elif loaded.drafter is None:
+        generate = partial(plain_generate, loaded.target, sampling=sampling)
     else:
         generate = partial(
             SpeculativeDecoder(loaded.target, loaded.drafter).generate,
             policy=_policy(options, loaded.drafter),
             method=options.method,
+            sampling=sampling,
         )
     try:
         with reading_bar(quiet=options.json):
-            generation: Generation = generate(
+            generation = generate(
                 ids,
                 max_new_tokens=options.max_new_tokens,
-                sampling=options.sampling(),
                 rules=rules_of(options, loaded.tokenizer),
                 stop=stop if stop.strings else None,
                 end_token_ids=ends,
@@ -190,12 +218,13 @@ def _decode(
             )
     except KeyboardInterrupt:
         return None
-    return Account.of(generation)
+    return Account.of(generation, frames=frames is not None)
 
 
 def _document(
     options: GenerateOptions,
     loaded: Loaded,
+    frames: GraphDecoder | None,
     prompt: str,
     ids: list[int],
     reader: Reader,
@@ -208,6 +237,7 @@ def _document(
         "policy": None if loaded.drafter is None else options.choice().name,
         "siblings": options.choice().siblings if options.choice().bands else 0,
         "verification": None if loaded.drafter is None else options.method,
+        "graphs": None if frames is None else told(frames),
         "temperature": options.temperature,
         "top_p": options.top_p,
         "top_k": options.top_k,
