@@ -18,9 +18,10 @@ from dspark_eval.real_text.comparing import compare, compare_seeds, seeds_table
 from dspark_eval.real_text.repeats import repeats
 from dspark_eval.real_text.runs import Run, find_run, reference_of, waits_for
 from dspark_eval.real_text.schedule import Job, Study
-from dspark_eval.real_text.speed import _figures, from_the, in_turn, plain_beside, speeds_table
+from dspark_eval.real_text.speed import figures, from_the, in_turn, speeds_table
 from dspark_eval.real_text.states import StatesOnce
 from dspark_eval.real_text.table import earlier
+from dspark_eval.real_text.ways import plain_beside
 from tests.test_real_text import _llama, _write
 
 
@@ -189,9 +190,10 @@ def test_each_way_of_speed_is_first_in_turn_and_beside_plain_at_its_temperature(
 
 def test_speed_is_over_plain_on_the_same_prompts() -> None:
     plain = [([1, 2, 3, 4], 2.0), ([5, 6], 2.0), ([7], 1.0)]
-    found = _figures("early.1", [(text, seconds / 2) for text, seconds in plain], plain)
+    runs = {"plain": plain, "early.1": [(text, seconds / 2) for text, seconds in plain]}
+    found = figures("early.1", runs)
     assert found["speed_up"] == pytest.approx(2.0)
     assert found["speed_up_ci95"] == pytest.approx((2.0, 2.0))
     assert found["same_text_as_plain"] == 3
     text = speeds_table({"prompts": 3, "ways": {"early.1": found}})
-    assert "| early.1 | 2.8 | 2.00 [2.00, 2.00] | 3 of 3 |" in text
+    assert "| early.1 | 3 | 2.8 | 2.00 [2.00, 2.00] | - | 3 of 3 |" in text

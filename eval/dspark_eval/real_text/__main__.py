@@ -59,7 +59,9 @@ from dspark_eval.real_text.training import TRAINED, train_for, warm
 from dspark_eval.study.processes import visible_gpus
 
 SPEED_PROMPTS, SPEED_TOKENS = 2, 64
-"""Prompts of each set, and the longest answer, that speed is measured with."""
+"""Prompts of each set, and the longest answer, that speed is measured with if nothing is said."""
+MEASURED_TOKENS = 160
+"""The longest answer of everything else that is measured."""
 
 
 def _answer(options: argparse.Namespace) -> None:
@@ -125,7 +127,7 @@ def _measure(options: argparse.Namespace) -> None:
         raise UserError(f"{folder}: not trained yet; run the step train with --arm {name}")
     asked = {
         "per_set": options.per_set,
-        "max_new_tokens": options.new_tokens,
+        "max_new_tokens": options.new_tokens or MEASURED_TOKENS,
         "dtype": options.dtype,
         "trained": read_json(folder / TRAINED)[ASKED],
     }
@@ -144,7 +146,7 @@ def _measure(options: argparse.Namespace) -> None:
             temperature,
             asked=asked,
             per_set=options.per_set,
-            max_new_tokens=options.new_tokens,
+            max_new_tokens=asked["max_new_tokens"],
             batch=options.batch,
         )
 
@@ -155,9 +157,11 @@ def _speed(options: argparse.Namespace) -> None:
     arms = [name for name in named or [REFERENCE] if (options.out / name / TRAINED).is_file()]
     asked = {
         "per_set": options.per_set or SPEED_PROMPTS,
-        "max_new_tokens": min(options.new_tokens, SPEED_TOKENS),
+        "slow_per_set": options.slow_per_set,
+        "max_new_tokens": options.new_tokens or SPEED_TOKENS,
         "dtype": options.dtype,
         "arms": arms,
+        "frames": True,
     }
     if not is_timed(options.out, asked):
         measure_speed(
@@ -167,6 +171,7 @@ def _speed(options: argparse.Namespace) -> None:
             arms,
             asked=asked,
             per_set=asked["per_set"],
+            slow_per_set=options.slow_per_set,
             max_new_tokens=asked["max_new_tokens"],
         )
 
@@ -265,12 +270,19 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--written", type=int, default=14000, help="prompts the target may write")
     parser.add_argument("--answer-tokens", type=int, default=192, help="longest answer trained on")
     parser.add_argument("--parts", type=int, default=3, help="files of answers")
-    parser.add_argument("--new-tokens", type=int, default=160, help="longest answer measured")
+    parser.add_argument(
+        "--new-tokens", type=int, help="longest answer: 160 if left out, 64 where speed is measured"
+    )
     parser.add_argument("--temperature", type=float, nargs="+", choices=TEMPERATURES)
     parser.add_argument("--answer-batch", type=int, default=5120, help="answered side by side")
     parser.add_argument("--batch", type=int, default=256, help="prompts measured side by side")
     parser.add_argument("--memory", type=float, help="GB of the GPU that a process may take")
-    parser.add_argument("--per-set", type=int, help="prompts of each set; all if left out")
+    parser.add_argument(
+        "--per-set", type=int, help="prompts of each set; if left out all, 2 for speed"
+    )
+    parser.add_argument(
+        "--slow-per-set", type=int, help="speed: those of all ways but recorded frames; 0: none"
+    )
     parser.add_argument("--budget", type=float, default=1250.0, help="all: seconds in all")
     parser.add_argument(
         "--candidates", nargs="+", default=TRIED, choices=CANDIDATES, help="all: recipes of ours"

@@ -1,22 +1,22 @@
 """How fast one prompt at a time is: plain, with the drafter, and what transformers has to offer.
 
-Everything runs in one process on the same model and the same prompts, greedy unless it says
-otherwise, and is compared with plain decoding at its own temperature; each prompt goes through all
-ways before the next one, beginning with another way each time, so that whatever else the machine
-does meets all of them. Seconds are of a whole answer, the reading of its prompt included, since
-transformers' `generate` does not tell them apart. `plain` and those named after drafters are
-dspark's loops; `generate` is transformers' own, `prompt_lookup` its assisted generation with
-n-grams of the text, `early_exit` that by the first half of the model's own layers. That is all
-there is at hand: no smaller model has this tokenizer, and a drafter that reads the target's states
-is no model that transformers would take. A loop over Python is what is timed, and a small model
-leaves the GPU idle for most of it: ratios are of this runtime, and no bound on what a serving
-engine gets.
+Everything runs in one process on the same model and the same prompts (`ways.py` says in which
+ways), greedy unless it says otherwise, and is compared with plain decoding of its kind at its own
+temperature and with transformers' `generate`. Each prompt goes through all ways before the next
+one, beginning with another way each time, so that whatever else the machine does meets all of them;
+where slow ways answer the first prompts of each set alone, two ways are compared on the prompts
+that both answered. Seconds are of a whole answer, the reading of its prompt included, since
+transformers' `generate` does not tell them apart; frames are recorded before. That is all there is
+at hand: no smaller model has this tokenizer, and a drafter that reads the target's states is no
+model that transformers would take. A loop over Python is what is timed but for recorded frames, and
+a small model leaves the GPU idle for most of it: ratios of those are of this runtime, and no bound
+on what a serving engine gets.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -25,26 +25,28 @@ import torch
 
 from dspark.distill.chat import ChatFormat
 from dspark.distill.prompts import read_prompts
-from dspark.draft.checkpoint import load_drafter
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, read_json
-from dspark.runtime.decode import SpeculativeDecoder
 from dspark.runtime.hf_target import HFTarget
 from dspark.runtime.loading import LoadedTarget
-from dspark.runtime.plain import plain_generate
-from dspark.runtime.sampling import SamplingParams
 from dspark_eval.environment import describe_environment
 from dspark_eval.intervals import paired
 from dspark_eval.real_text.answers import prompt_ids
 from dspark_eval.real_text.prompts import test_files
 from dspark_eval.real_text.reuse import ASKED, is_there
+from dspark_eval.real_text.ways import (
+    Way,
+    find_ways,
+    generate_beside,
+    is_recorded,
+    plain_beside,
+    text_beside,
+)
 
 SPEED = "speed.json"
-LOOKUP_TOKENS = 7
-SAMPLED = ", T = 1"
 WARM_TOKENS = 8
-Way = Callable[[list[int], int], list[int]]
-"""An answer to a prompt, of so many tokens at most."""
+Timed = Sequence[tuple[list[int], float]]
+"""Answers and their seconds, prompt by prompt."""
 
 
 def measure_speed(
@@ -55,36 +57,45 @@ def measure_speed(
     *,
     asked: Mapping[str, Any],
     per_set: int,
+    slow_per_set: int | None,
     max_new_tokens: int,
 ) -> dict[str, Any]:
     """Tokens a second of every way over the first prompts of each set; writes OUT/speed.json.
 
-    Of the drafters `arms`; `asked` is what decided it, for those that would repeat it.
+    Of the drafters `arms`; `asked` is what decided it, for those that would repeat it. Ways that
+    are not recorded answer the first `slow_per_set` of each set, None: all, 0: they are left out.
     """
     target = loaded.target
     if not isinstance(target, HFTarget):
         raise UserError(f"{target.name}: expected a target of transformers to compare with")
+    if slow_per_set is not None and slow_per_set < 0:
+        raise UserError(f"--slow-per-set: expected 0 or more; got {slow_per_set}")
     chat = ChatFormat(loaded.tokenizer)
-    prompt_lists = in_turn(
-        [prompt_ids(read_prompts([path]).rows[:per_set], chat) for path in test_files(prompts)]
-    )
-    ways = _ways(loaded, out, arms)
-    runs: dict[str, list[tuple[list[int], float]]] = {name: [] for name in ways}
-    for way in ways.values():
+    sets = [prompt_ids(read_prompts([path]).rows[:per_set], chat) for path in test_files(prompts)]
+    prompt_lists = in_turn(sets)
+    slow = len(in_turn([some[:slow_per_set] for some in sets]))  # prompts, the first ones of all
+    longest = max(map(len, prompt_lists)) + max_new_tokens
+    found = find_ways(target, out, arms, max_length=longest, slow=slow > 0)
+    if not found.named:
+        raise UserError(next(iter(found.refused.values())))
+    for name, reason in found.refused.items():
+        print(f"{name}: left out: {reason}", flush=True)
+    runs: dict[str, list[tuple[list[int], float]]] = {name: [] for name in found.named}
+    for way in found.named.values():
         way(prompt_lists[0], min(WARM_TOKENS, max_new_tokens))
     document: dict[str, Any] = {
         ASKED: dict(asked),
         "asked_prompts": len(prompt_lists),
         "max_new_tokens": max_new_tokens,
+        "recorded": found.recorded,
+        "refused": found.refused,
         "environment": describe_environment(target.device, target.dtype),
     }
     for at, ids in enumerate(prompt_lists):
-        for name in from_the(at, list(ways)):
-            runs[name].append(_timed(ways[name], ids, max_new_tokens, target.device))
-        figures = {
-            name: _figures(name, found, runs[plain_beside(name)]) for name, found in runs.items()
-        }
-        document |= {"prompts": at + 1, "ways": figures}
+        due = [name for name in runs if at < slow or is_recorded(name)]
+        for name in from_the(at, due):
+            runs[name].append(_timed(found.named[name], ids, max_new_tokens, target.device))
+        document |= {"prompts": at + 1, "ways": {name: figures(name, runs) for name in runs}}
         atomic_write_json(out / SPEED, document)  # what a run that ends early has measured
         print(f"prompt {at + 1} of {len(prompt_lists)}", flush=True)
     return document
@@ -101,11 +112,6 @@ def from_the(turn: int, ways: Sequence[str]) -> list[str]:
     return [*ways[first:], *ways[:first]]
 
 
-def plain_beside(way: str) -> str:
-    """What a way's speed-up is over: plain decoding at its own temperature."""
-    return f"plain{SAMPLED}" if way.endswith(SAMPLED) else "plain"
-
-
 def is_timed(out: Path, asked: Mapping[str, Any]) -> bool:
     """Whether all prompts were timed before; a run that ended early starts anew.
 
@@ -117,71 +123,45 @@ def is_timed(out: Path, asked: Mapping[str, Any]) -> bool:
     return bool(known.get("prompts") == known.get("asked_prompts"))
 
 
-def _figures(
-    name: str, found: list[tuple[list[int], float]], plain: list[tuple[list[int], float]]
-) -> dict[str, Any]:
-    """Of one way: over all prompts, and prompt by prompt."""
-    tokens, seconds = sum(len(text) for text, _ in found), sum(spent for _, spent in found)
-    own = [(float(len(text)), spent) for text, spent in found]
-    other = [(float(len(text)), spent) for text, spent in plain]
-    against = paired(own, other)
+def figures(name: str, runs: Mapping[str, Timed]) -> dict[str, Any]:
+    """Of one way: over all prompts that it answered, prompt by prompt, and beside other ways on
+    those that both answered; None where the other one is not there."""
+    own = runs[name]
+    tokens, seconds = sum(len(text) for text, _ in own), sum(spent for _, spent in own)
+    same, shared = _same_text(own, runs.get(text_beside(name) or ""))
     return {
+        "prompts": len(own),
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "speed_up": against.ratio,
-        "speed_up_ci95": against.ratio_ci95,
-        "by_prompt": own,
-        "same_text_as_plain": None
-        if name.endswith(SAMPLED)
-        else sum(text == beside for (text, _), (beside, _) in zip(found, plain, strict=True)),
+        **_beside("speed_up", own, runs.get(plain_beside(name))),
+        **_beside("over_generate", own, runs.get(generate_beside(name))),
+        "by_prompt": _pairs(own),
+        "same_text_as_plain": same,
+        "same_text_prompts": shared,
     }
 
 
-def _ways(loaded: LoadedTarget, out: Path, arms: Sequence[str]) -> dict[str, Way]:
-    """All of them; plain decoding and the last of the drafters at temperature 1 too."""
-    target = loaded.target
-    assert isinstance(target, HFTarget)
+def _pairs(found: Timed) -> list[tuple[float, float]]:
+    return [(float(len(text)), spent) for text, spent in found]
 
-    def plain(temperature: float) -> Way:
-        sampling = SamplingParams(temperature)
-        return lambda ids, new: (
-            plain_generate(target, ids, max_new_tokens=new, sampling=sampling).tokens
-        )
 
-    def drafted(arm: str, temperature: float) -> Way:
-        drafter = load_drafter(out / arm, target, dtype=target.dtype, device=target.device)
-        decoder = SpeculativeDecoder(target, drafter.eval())
-        sampling = SamplingParams(temperature)
-        return lambda ids, new: decoder.generate(ids, max_new_tokens=new, sampling=sampling).tokens
+def _beside(key: str, own: Timed, other: Timed | None) -> dict[str, Any]:
+    """Tokens a second over the other's; both have the first prompts in common."""
+    shared = min(len(own), len(other or ()))
+    names = (key, f"{key}_ci95", f"{key}_prompts")
+    if not shared:
+        return dict(zip(names, (None, None, 0), strict=True))
+    found = paired(_pairs(own[:shared]), _pairs((other or ())[:shared]))
+    return dict(zip(names, (found.ratio, found.ratio_ci95, shared), strict=True))
 
-    model, pad = target.parts.model, target.end_token_ids[0]
 
-    def assisted(options: dict[str, Any]) -> Way:
-        @torch.inference_mode()
-        def run(ids: list[int], new: int) -> list[int]:
-            tokens = torch.tensor([ids], device=target.device)
-            out = model.generate(
-                input_ids=tokens,
-                attention_mask=torch.ones_like(tokens),
-                max_new_tokens=new,
-                do_sample=False,
-                pad_token_id=pad,
-                **options,
-            )
-            return [int(token) for token in out[0, len(ids) :].tolist()]
-
-        return run
-
-    return {
-        "plain": plain(0.0),
-        **{arm: drafted(arm, 0.0) for arm in arms},
-        f"plain{SAMPLED}": plain(1.0),
-        **{f"{arm}{SAMPLED}": drafted(arm, 1.0) for arm in arms[-1:]},
-        "generate": assisted({}),
-        "prompt_lookup": assisted({"prompt_lookup_num_tokens": LOOKUP_TOKENS}),
-        "early_exit": assisted({"assistant_early_exit": max(1, target.num_layers // 2)}),
-    }
+def _same_text(own: Timed, other: Timed | None) -> tuple[int | None, int]:
+    """How many texts are the other's, and of how many."""
+    pairs = list(zip(own, other or (), strict=False))
+    if not pairs:
+        return None, 0
+    return sum(text == beside for (text, _), (beside, _) in pairs), len(pairs)
 
 
 def _timed(way: Way, ids: list[int], new: int, device: torch.device) -> tuple[list[int], float]:
@@ -193,17 +173,26 @@ def _timed(way: Way, ids: list[int], new: int, device: torch.device) -> tuple[li
 
 
 def speeds_table(speed: Mapping[str, Any]) -> str:
-    """A row for each way."""
+    """A row for each way, and a line that says so where frames were not recorded."""
     lines = [
-        "| way | tokens/s | against plain at its temperature | same text |",
-        "|---|--:|--:|--:|",
+        "| way | prompts | tokens/s | against plain of its kind and temperature "
+        "| over transformers' generate | same text |",
+        "|---|--:|--:|--:|--:|--:|",
     ]
     for way, each in speed["ways"].items():
-        low, high = each.get("speed_up_ci95") or (float("nan"), float("nan"))
-        count = each["same_text_as_plain"]
-        same = "-" if count is None else f"{count} of {speed['prompts']}"
-        lines.append(
-            f"| {way} | {each['tokens_per_second']:.1f} | "
-            f"{each['speed_up']:.2f} [{low:.2f}, {high:.2f}] | {same} |"
-        )
+        count, n = each["same_text_as_plain"], each.get("prompts", speed["prompts"])
+        same = "-" if count is None else f"{count} of {each.get('same_text_prompts', n)}"
+        ratios = " | ".join(_ratio(each, key, n) for key in ("speed_up", "over_generate"))
+        lines.append(f"| {way} | {n} | {each['tokens_per_second']:.1f} | {ratios} | {same} |")
+    if speed.get("recorded") is False:
+        lines += ["", "No frame was recorded on this device: those ways ran unrecorded."]
     return "\n".join(lines)
+
+
+def _ratio(each: Mapping[str, Any], key: str, prompts: int) -> str:
+    """With its interval, and of how many prompts where not of all."""
+    if each.get(key) is None:
+        return "-"
+    low, high = each.get(f"{key}_ci95") or (float("nan"), float("nan"))
+    n = each.get(f"{key}_prompts", prompts)
+    return f"{each[key]:.2f} [{low:.2f}, {high:.2f}]" + f", n = {n}" * (n != prompts)
