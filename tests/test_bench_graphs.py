@@ -236,7 +236,7 @@ def test_policies_go_by_the_times_of_frames(pair: TinyPair, tmp_path: Path) -> N
         (["--graphs", "--bands"], "no rows for siblings"),
         (["--graphs", "--policy", "throughput"], "needs step times"),
         (["--graphs", "--batch", "0"], "--batch: expected 1 or more"),
-        (["--batch", "2"], "--batch 2: only with --graphs"),
+        (["--batch", "2"], "--batch: expected 1, or --graphs"),
         (["--graphs", "--batch", "2", "--peer"], "--peer: decodes one prompt at a time"),
     ],
 )

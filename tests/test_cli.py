@@ -216,13 +216,15 @@ def test_every_option_of_bench_arrives(run: Run, caught: dict[str, Any]) -> None
     assert run("bench", *args.split())[0] == 0
     options = caught["bench"]
     assert options.temperature == (0.5, 1.0)
-    # one legal value each; relaxed goes with token verification, quiet is tested below
-    same = {"batch", "quiet", "relaxed"}
+    # relaxed and graphs go with token verification, a batch with graphs, quiet is tested below
+    same = {"batch", "quiet", "relaxed", "graphs"}
     for field in dataclasses.fields(options):
         if field.name not in same:
             assert getattr(options, field.name) != field.default, field.name
     assert run("bench", "--draft", "d", "--relaxed")[0] == 0
     assert caught["bench"].relaxed
+    assert run("bench", "--draft", "d", "--graphs", "--batch", "3")[0] == 0
+    assert (caught["bench"].graphs, caught["bench"].batch) == (True, 3)
 
 
 def test_every_option_of_eval_arrives(run: Run, caught: dict[str, Any]) -> None:

@@ -129,10 +129,12 @@ def test_every_option_arrives(
     assert run(*args.split())[0] == 0
     assert (seen[0].stop, seen[0].logit_bias) == (("a", "b"), ("1:2", "3:4"))
     for field in dataclasses.fields(GenerateOptions):
-        if field.name not in ("raw", "json"):  # each refused beside another
+        if field.name not in ("raw", "json", "graphs"):  # each refused beside another
             assert getattr(seen[0], field.name) != field.default, field.name
     assert run("q", "--plain", "--raw", "--json")[0] == 0
     assert (seen[1].raw, seen[1].json, seen[1].draft) == (True, True, None)
+    assert run("q", "--plain", "--graphs")[0] == 0
+    assert seen[2].graphs
 
 
 def _example(document: Path) -> str:

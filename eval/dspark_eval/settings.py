@@ -56,7 +56,7 @@ class BenchOptions(Drafting, AtTemperatures):
     def _check_graphs(self) -> None:
         """What only recorded frames do, and what they do not."""
         one = self.batch == 1
-        require(one or self.graphs, f"--batch {self.batch}: only with --graphs; without it, 1")
+        require(one or self.graphs, f"--batch: expected 1, or --graphs with it; got {self.batch}")
         require(one or not self.peer, "--peer: decodes one prompt at a time; leave --batch out")
         if self.graphs:
             for name, asked in (

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,11 @@ class PromptTimings:
         """The rounds of all repeats."""
         return metrics.pool(g.rounds for g in self.speculative)
 
+    def beside(self, peer: TransformersPeer) -> None:
+        """Let it make as many tokens as plain decoding: both see the same context lengths."""
+        tokens = max(2, len(self.plain[-1].tokens))
+        self.peer.append(peer.measure(self.prompt_length, tokens))
+
 
 def alone(decode: Decode) -> DecodeMany:
     """One prompt after the other."""
@@ -75,22 +81,24 @@ def measure(
     new samples and not the same one again. `advance` is called after each prompt.
     """
     timings = [PromptTimings(len(prompt)) for prompt in prompts]
-    for repeat in range(repeats):
-        for turn, start in enumerate(range(0, len(prompts), batch)):
-            some, entries = prompts[start : start + batch], timings[start : start + batch]
-            first_seed = seed + start + repeat * len(prompts)
-            ways = [("plain", plain), ("speculative", speculative)]
-            for name, decode in ways if (turn + repeat) % 2 == 0 else reversed(ways):
-                for entry, answer in zip(entries, decode(some, first_seed), strict=True):
-                    getattr(entry, name).append(answer)
-            for index, entry in enumerate(entries, start):
-                metrics.check_generation(entry.speculative[-1])
-                if peer is not None and index < PEER_PROMPTS:
-                    # as many tokens as plain decoding made: both see the same context lengths
-                    tokens = max(2, len(entry.plain[-1].tokens))
-                    entry.peer.append(peer.measure(entry.prompt_length, tokens))
-                advance()
+    starts = enumerate(range(0, len(prompts), batch))
+    for repeat, (turn, start) in product(range(repeats), starts):
+        some, entries = prompts[start : start + batch], timings[start : start + batch]
+        first_seed = seed + start + repeat * len(prompts)
+        ways = [(plain, "plain"), (speculative, "speculative")]
+        for decode, name in ways if (turn + repeat) % 2 == 0 else reversed(ways):
+            _keep(entries, name, decode(some, first_seed))
+        for index, entry in enumerate(entries, start):
+            metrics.check_generation(entry.speculative[-1])
+            if peer is not None and index < PEER_PROMPTS:
+                entry.beside(peer)
+            advance()
     return timings
+
+
+def _keep(entries: Sequence[PromptTimings], name: str, answers: Sequence[Generation]) -> None:
+    for entry, answer in zip(entries, answers, strict=True):
+        getattr(entry, name).append(answer)
 
 
 # ------------------------------------------------------------------ the figures

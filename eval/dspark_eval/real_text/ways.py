@@ -139,7 +139,7 @@ def _of_transformers(target: Target) -> dict[str, Way]:
     assert isinstance(target, HFTarget)
     model, pad = target.parts.model, target.end_token_ids[0]
 
-    def assisted(**options: Any) -> Way:
+    def assisted(options: dict[str, Any]) -> Way:
         @torch.inference_mode()
         def run(ids: list[int], new: int) -> list[int]:
             tokens = torch.tensor([ids], device=target.device)
@@ -157,8 +157,8 @@ def _of_transformers(target: Target) -> dict[str, Way]:
     greedy, half = {"do_sample": False}, max(1, target.num_layers // 2)
     whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     return {
-        GENERATE: assisted(**greedy),
-        GENERATE + SAMPLED: assisted(**whole),
-        "prompt_lookup": assisted(**greedy, prompt_lookup_num_tokens=LOOKUP_TOKENS),
-        "early_exit": assisted(**greedy, assistant_early_exit=half),
+        GENERATE: assisted(greedy),
+        GENERATE + SAMPLED: assisted(whole),
+        "prompt_lookup": assisted({**greedy, "prompt_lookup_num_tokens": LOOKUP_TOKENS}),
+        "early_exit": assisted({**greedy, "assistant_early_exit": half}),
     }
