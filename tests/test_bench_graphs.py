@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from dspark import cli, console
 from dspark.errors import UserError
 from dspark.runtime.cost_model import cost_model_from_dict
 from dspark.runtime.plain import plain_generate
-from dspark.runtime.records import Generation
+from dspark.runtime.records import Generation, RoundRecord
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import bench, recorded, speed
 from dspark_eval.bench import run_bench
@@ -195,9 +194,14 @@ def test_an_interval_of_batches_keeps_a_batch_together() -> None:
 
 
 def test_a_frame_of_two_texts_pays_earlier() -> None:
-    record = recorded.RoundRecord(4, 4, 1, 2, 2, 0.0, 0.25, 0.0, (), (1.0,) * 4)
-    # 10 plain tokens a second for both texts, 5 for each: as many as a round of 250 ms gives 1.25
-    assert speed.break_even([record], np.float64(10.0) / 2) == pytest.approx(1.25)
+    """Plain, each of two texts gets 2.5 tokens a second; a round of 250 ms is worth 0.625."""
+    record = RoundRecord(4, 4, 4, 5, 0, 0.0, 0.25, 0.0, (), (1.0,) * 4)
+    plain = Generation(list(range(11)), "length", 1.0, 2.0)
+    fast = Generation(list(range(11)), "length", 1.0, 0.25, [record] * 2)
+    timings = [PromptTimings(3, [plain], [fast]) for _ in range(2)]
+    assert speed.summarize(timings, seed=0, batch=2)["break_even"] == pytest.approx(0.625)
+    # the same seconds, one after the other: 5 tokens a second are that text's own
+    assert speed.summarize(timings, seed=0)["break_even"] == pytest.approx(1.25)
 
 
 # ------------------------------------------------------------------ policies and their times

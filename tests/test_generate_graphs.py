@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from dspark import cli, console
 from dspark.generation.reader import Reader
 from dspark.runtime.records import Emitted
-from tests import generate_setup, tiny_pair
+from tests import chat_tokenizers, generate_setup, tiny_pair
 from tests.generate_setup import QUESTION, Run
+from tests.hf_tiny import tiny_hf
 
 pair, run = generate_setup.pair, generate_setup.run
 document = generate_setup.document
@@ -153,3 +155,38 @@ def test_the_times_of_frames_are_read_and_not_those_of_other_rounds(
     assert run(*asked, "--graphs")[0] == 2
     (own.draft / "frame_costs.json").write_text(json.dumps(costs))
     assert run(*asked, "--graphs")[0] == 0
+
+
+def _write_hf(folder: Path, name: str) -> Path:
+    """A tiny model of transformers with a chat template, as a target's folder."""
+    tokenizer, model = chat_tokenizers.smollm2(), tiny_hf(name)
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_target_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = _write_hf(tmp_path / "llama", "llama")
+    words = ["generate", QUESTION, "--plain", "--json", "--target", str(target)]
+    found = []
+    for more in ([], ["--graphs"]):
+        assert console.run(cli.app, [*words, "--max-new-tokens", "16", *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["tokens"] == found[1]["tokens"]
+    assert len(set(found[0]["tokens"])) > 3
+    assert found[1]["graphs"] == {"frames": "unrecorded", "sizes": [0]}
+
+
+def test_a_target_whose_frames_cannot_be_recorded_is_said_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = _write_hf(tmp_path / "lfm2", "lfm2")
+    words = ["generate", QUESTION, "--plain", "--target", str(target), "--max-new-tokens", "4"]
+    assert console.run(cli.app, words) == 0
+    capsys.readouterr()
+    assert console.run(cli.app, [*words, "--graphs"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert "cannot be recorded" in shown.err
