@@ -55,8 +55,6 @@ from dspark_kernels import verify_sample as verify_sample_op
 P = ParamSpec("P")
 R = TypeVar("R")
 MODES = ("auto", "torch", "triton")
-MOST_ROWS = linear_rows_op.MAX_ROWS
-"""Rows up to which `linear_rows`, `gated_rows` and `moe_decode` have kernels."""
 KDA_CHUNK = kda.CHUNK
 """Rows up to which `kda_step` is the better form."""
 
@@ -225,7 +223,7 @@ low_rank_rows = _op(
     "low_rank_rows", low_rank_rows_op.low_rank_rows, "low_rank_rows_triton:low_rank_rows"
 )
 gated_rows = _op("gated_rows", linear_rows_op.gated_rows, "linear_rows_triton:gated_rows")
-moe_decode = _op("moe_decode", moe_decode_op.moe_decode, "moe_decode_triton:moe_decode")
+moe_decode = _op("moe_decode", moe_decode_op.moe_decode, "moe_grouped_triton:moe_decode")
 MoE = moe_decode_op.MoE
 Experts = moe_decode_op.Experts
 pack_moe = moe_decode_op.pack

@@ -221,7 +221,7 @@ def test_equal_scores_take_the_lowest_ids_and_bias_only_chooses(few: bool) -> No
         _, ids, weights, _ = kernel._gate_up_one(x, moe, None, 0.0, _whole_tiles(1))
     else:
         projected = torch.zeros(1, 5, device=DEVICE)
-        ids, weights, _, _ = kernel._route(x, moe, None, 0.0, projected)
+        ids, weights, _, _ = kernel.route_rows(x, moe, None, 0.0, projected)
     assert ids.tolist() == [[1, 3]]
     torch.testing.assert_close(weights, torch.ones_like(weights))
 

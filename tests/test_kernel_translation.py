@@ -72,7 +72,7 @@ states_at(*rows[1:], g, beta, state[:1], where, -5.0).sum().backward()
 AMD = """
 torch.version.hip = "6.4"  # before the modules that ask for it
 from dspark_kernels import (
-    kda_decode_triton, kda_output_triton, mla_output_triton, moe_decode_triton)
+    kda_decode_triton, kda_output_triton, mla_output_triton, moe_decode_triton, moe_grouped_triton)
 from tests import test_kernel_kda_decode as decode, test_kernel_kda_output as output
 from tests import test_kernel_kda_step as step, test_kernel_markov_sample as markov
 from tests import test_kernel_markov_code as code, test_kernel_moe_decode as moe
@@ -94,6 +94,10 @@ for packed in (False, True):
     layer = moe._random(64, 7, 2, 32, 48, latent=96, packed=packed)
     x, scale, residual = moe._rows(3, 64)
     moe_decode_triton.moe_decode(x, layer, norm=scale, eps=1e-5, residual=residual)
+for packed, rows in ((False, 40), (False, 300), (True, 40)):
+    layer = moe._random(64, 7, 2, 128, 48, latent=128, packed=packed)
+    x, scale, residual = moe._rows(rows, 64)
+    moe_grouped_triton.moe_decode(x, layer, norm=scale, eps=1e-5, residual=residual)
 drawn = {**markov.block(2, 3, 200, 16), **markov.controls(2, *markov.SETTINGS)}
 markov.kernel(**drawn)
 for recurrent in (False, True):
@@ -128,4 +132,4 @@ def test_decoding_for_a_card_of_amds(tmp_path: Path) -> None:
     """Its compiler knows fewer kinds of products, and none of the launches that begin early."""
     found = translated(AMD, "amd", cache=tmp_path)
     assert {"tree_kernel", "round_kernel", "_attend_kernel", "_output_kernel"} <= found
-    assert {"_gated_kernel", "_rnn_kernel"} <= found
+    assert {"_gated_kernel", "_rnn_kernel", "dense", "sort", "cut", "gate_up", "down"} <= found

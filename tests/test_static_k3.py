@@ -90,6 +90,17 @@ def test_blocks_and_ragged_counts_follow_the_ordinary_cache(config: K3Config) ->
         assert torch.equal(caches[0].lengths, caches[1].lengths)
 
 
+@torch.no_grad()
+def test_experts_of_more_rows_than_a_matrix_instruction_holds() -> None:
+    """18 rows of 6 seats are one call, and say which experts each row chose."""
+    model = tiny_model(TINY)
+    decoder = StaticDecoder(model)
+    caches = prefilled(model, [7, 1, 4, 2, 9, 3], decoder)
+    out = both(model, decoder, caches, tiny_tokens(6, 3, TINY))
+    layers = sum(layer.moe for layer in model.model.decoder_layers)
+    assert [c.shape for c in out.chosen] == [(18, TINY.num_experts_per_token)] * layers
+
+
 @pytest.mark.parametrize("config", [TINY, PLAIN], ids=["k3", "kimi_linear"])
 @torch.no_grad()
 def test_plain_steps_fold_at_once(config: K3Config) -> None:

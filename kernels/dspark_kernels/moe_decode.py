@@ -1,4 +1,4 @@
-"""A mixture of experts over 1 to 16 rows: every distinct expert that a row chose is read once.
+"""A mixture of experts over a step's rows: every distinct expert that a row chose is read once.
 
     x = norm(x);  s = sigmoid(x W_r) in float32;  choose the top k of s + bias
     w = s / (sum s + 1e-20) * scaling of the chosen
@@ -25,6 +25,9 @@ from torch import Tensor
 
 from dspark_kernels.linear_rows import Situ, activate, normed, wider
 from dspark_kernels.mxfp4 import GROUP, dequantise
+
+GATHERED = 16
+"""Rows whose experts are gathered at once: each row has a copy of its own."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,8 @@ def moe_decode(
     wide = wider(x.dtype)
     weights, chosen = _route(F.linear(h.to(wide), moe.inputs[:E].to(wide)), moe)
     z = F.linear(h, moe.inputs[E : E + L]) if moe.latent else h
-    y = _experts(z, chosen, moe)
+    some = zip(z.split(GATHERED), chosen.split(GATHERED), strict=True)
+    y = torch.cat([_experts(rows, by, moe) for rows, by in some])
     y = (y * weights.unsqueeze(-1)).sum(1).to(x.dtype)
     parts = [normed(y, moe.norm, moe.norm_eps)]
     if S:

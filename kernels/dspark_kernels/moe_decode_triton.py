@@ -81,23 +81,23 @@ def by_plan(
         h, ids, weights, tail = _gate_up_one(x, moe, norm, eps, how)
         return _down_one(h, ids, weights, tail, residual, moe, how.down), ids
     projected = project(x, moe.inputs, norm, eps, None, torch.float32, how.inputs)
-    ids, weights, z, tail = _route(x, moe, norm, eps, projected)
+    ids, weights, z, tail = route_rows(x, moe, norm, eps, projected)
     h = _gate_up(z, ids, moe, how, told=one)
     if one:
         return _down_one(h, ids, weights, tail, residual, moe, how.down), ids
     partial, shared = _down(h, ids, tail, moe, how)
     if not moe.latent:
         out = torch.empty_like(x)
-        _combine(partial, weights, shared, residual, out, moe)
+        combine_rows(partial, weights, shared, residual, out, moe)
         return out, ids
-    _combine(partial, weights, None, None, tail, moe)
+    combine_rows(partial, weights, None, None, tail, moe)
     assert moe.outputs is not None
     n, width = tail.shape
     last = plan(n, width, moe.outputs.shape[0])
     return project(tail, moe.outputs, None, 0.0, residual, x.dtype, last), ids
 
 
-def _route(
+def route_rows(
     x: Tensor, moe: MoE, norm: Tensor | None, eps: float, projected: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     n, D = x.shape
@@ -127,7 +127,7 @@ def _slots(n: int, moe: MoE) -> int:
 Three = tuple[Tensor, Tensor, Tensor]
 
 
-def _stored(experts: Experts) -> tuple[Three, Three]:
+def stored(experts: Experts) -> tuple[Three, Three]:
     """The three matrices as the kernels read them, and their scales or something in their place."""
     w1, w3, w2 = experts.w1, experts.w3, experts.w2
     if experts.packed:
@@ -138,7 +138,7 @@ def _stored(experts: Experts) -> tuple[Three, Three]:
 def _gate_up(z: Tensor, ids: Tensor, moe: MoE, how: MoEPlan, told: bool) -> Tensor:
     n, k = ids.shape
     E, inner, L = moe.experts.count, moe.experts.inner, moe.experts.width
-    (w1, w3, _), (s1, s3, _) = _stored(moe.experts)
+    (w1, w3, _), (s1, s3, _) = stored(moe.experts)
     h = torch.empty(n * k, inner, dtype=z.dtype, device=z.device)
     beta, linear_beta = moe.situ or (1.0, 1.0)
     cut = how.gate_up
@@ -157,7 +157,7 @@ def _down(
     """partial [n k, L], and [n, D] of the shared expert where no latent space follows."""
     n, k = ids.shape
     E, inner, L, S = moe.experts.count, moe.experts.inner, moe.experts.width, moe.shared
-    (_, _, w2), (_, _, s2) = _stored(moe.experts)
+    (_, _, w2), (_, _, s2) = stored(moe.experts)
     partial = torch.empty(n * k, L, dtype=torch.float32, device=h.device)
     beside = S > 0 and not moe.latent
     shared = torch.empty(n, L, dtype=torch.float32, device=h.device) if beside else partial
@@ -219,7 +219,7 @@ def _down_one(
     return out
 
 
-def _combine(
+def combine_rows(
     partial: Tensor, weights: Tensor, shared: Tensor | None, residual: Tensor | None, out: Tensor,
     moe: MoE,
 ) -> None:  # fmt: skip

@@ -49,7 +49,7 @@ def _which(ids, r, expert, K: tl.constexpr, KP: tl.constexpr):
 
 
 @triton.jit
-def _several(
+def several(
     x, a, b, scale_a, scale_b, rows, live,
     I: tl.constexpr, BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr,  # noqa: E741
     STAGES: tl.constexpr, PACKED: tl.constexpr, DUAL: tl.constexpr,
@@ -85,7 +85,7 @@ def _one(
 
 
 @triton.jit
-def _hidden(
+def hidden(
     h, gate, up, pair, o, inside, lift, beta, linear_beta,
     INNER: tl.constexpr, PACKED: tl.constexpr, SITU: tl.constexpr,
 ):  # fmt: skip
@@ -127,9 +127,9 @@ def gate_up(
     s_b = s3 + at * (L // 32)
     if DOT:
         rows = tl.arange(0, N)
-        gate, up = _several(z, a, b, s_a, s_b, rows, hit, L, BO, BK, N, STAGES, PACKED, True)
+        gate, up = several(z, a, b, s_a, s_b, rows, hit, L, BO, BK, N, STAGES, PACKED, True)
         inside = hit[None, :] & (o < INNER)[:, None]
-        _hidden(
+        hidden(
             h, gate, up, pairs[None, :], o[:, None], inside, lift, beta, linear_beta,
             INNER, PACKED, SITU,
         )  # fmt: skip
@@ -138,7 +138,7 @@ def gate_up(
             chose, pair = _which(ids, r, expert, K, KP)
             if chose:
                 gate, up = _one(z + r * L, a, b, s_a, s_b, L, BO, BK, STAGES, PACKED, True)
-                _hidden(
+                hidden(
                     h, gate, up, pair, o, o < INNER, lift, beta, linear_beta,
                     INNER, PACKED, SITU,
                 )  # fmt: skip
@@ -162,7 +162,7 @@ def down(
         if slot == SLOTS:
             a = w_shared + tl.minimum(o, L - 1).to(tl.int64) * S
             SK: tl.constexpr = 64 if S % 64 == 0 else 16
-            acc, _ = _several(tail, a, a, a, a, rows, rows < n, S, BO, SK, N, STAGES, False, False)
+            acc, _ = several(tail, a, a, a, a, rows, rows < n, S, BO, SK, N, STAGES, False, False)
             inside = (rows < n)[None, :] & (o < L)[:, None]
             tl.store(shared + rows[None, :] * L + o[:, None], acc, mask=inside)
             return
@@ -174,9 +174,7 @@ def down(
     a = w2 + at * ROW
     scale = s2 + at * (INNER // 32)
     if DOT:
-        acc, _ = _several(
-            h, a, a, scale, scale, pairs, hit, INNER, BO, BK, N, STAGES, PACKED, False
-        )
+        acc, _ = several(h, a, a, scale, scale, pairs, hit, INNER, BO, BK, N, STAGES, PACKED, False)
         inside = hit[None, :] & (o < L)[:, None]
         tl.store(partial + pairs[None, :] * L + o[:, None], acc, mask=inside)
     else:

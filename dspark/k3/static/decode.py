@@ -275,14 +275,8 @@ class StaticDecoder:
     ) -> Tensor:
         w, eps = layer.mlp, self.config.rms_norm_eps
         if isinstance(w, ops.MoE):
-            # more rows than the kernel takes go in parts, each of which reads its own experts
-            parts = [
-                ops.moe_decode(part, w, norm=norm, eps=eps, residual=added)
-                for part, added in zip(
-                    x.split(ops.MOST_ROWS), residual.split(ops.MOST_ROWS), strict=True
-                )
-            ]
-            rows.chosen.append(parts[0][1] if len(parts) == 1 else torch.cat([c for _, c in parts]))
-            return parts[0][0] if len(parts) == 1 else torch.cat([out for out, _ in parts])
+            out, chosen = ops.moe_decode(x, w, norm=norm, eps=eps, residual=residual)
+            rows.chosen.append(chosen)
+            return out
         hidden = ops.gated_rows(x, w.gate_up, norm=norm, eps=eps, situ=self._situ)
         return ops.linear_rows(hidden, w.down, residual=residual)
