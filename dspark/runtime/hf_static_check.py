@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dspark.runtime.hf_check import FAULTS, TOKENS, Step, check_text, different, own_logits
 from dspark.runtime.hf_static import HFStatic
+from dspark.runtime.hf_static_cache import HFStaticCache
 
 _READS = {
     "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "nonzero_numpy", "masked_select",
@@ -121,14 +122,17 @@ def host_read(static: HFStatic) -> str | None:
         cache = static.new_cache(1, 8, rows=3)
         tokens = torch.zeros(1, 3, dtype=torch.int64, device=static.device)
         static.step(tokens, cache)  # what a model makes once may be made on the host
-        for rows in (3, 1):
-            try:
-                with _waits_are_errors(static.device), watch():
-                    static.logits(static.step(tokens[:, :rows], cache).last)
-            except RuntimeError as error:
-                if not isinstance(error, HostRead) and _SYNC not in str(error):
-                    raise
-                return f"its pass waits for the device: {_where(error)}"
+        return _reads(static, tokens, cache) or _reads(static, tokens[:, :1], cache)
+
+
+def _reads(static: HFStatic, tokens: Tensor, cache: HFStaticCache) -> str | None:
+    try:
+        with _waits_are_errors(static.device), watch():
+            static.logits(static.step(tokens, cache).last)
+    except RuntimeError as error:
+        if not isinstance(error, HostRead) and _SYNC not in str(error):
+            raise
+        return f"its pass waits for the device: {_where(error)}"
     return None
 
 
