@@ -20,6 +20,8 @@ from dspark_eval.bench import run_bench
 from dspark_eval.pair import load_pair
 from dspark_eval.recorded import Recorder, frame_warnings
 from dspark_eval.report import print_bench
+from dspark_eval.reporting.blocks import Prose
+from dspark_eval.reporting.cost import cost_model as cost_section
 from dspark_eval.reporting.speed import bench as section
 from dspark_eval.settings import BenchOptions
 from dspark_eval.speed import PromptTimings
@@ -207,7 +209,9 @@ def test_a_frame_of_two_texts_pays_earlier() -> None:
 # ------------------------------------------------------------------ policies and their times
 
 
-def test_policies_go_by_the_times_of_frames(pair: TinyPair, tmp_path: Path) -> None:
+def test_policies_go_by_the_times_of_frames(
+    pair: TinyPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     own = replace(pair, draft=tmp_path / "draft")
     write_pair(tmp_path)
     document = run_bench(options(own, policy="throughput", profile=True))
@@ -220,6 +224,11 @@ def test_policies_go_by_the_times_of_frames(pair: TinyPair, tmp_path: Path) -> N
     assert sorted(costs.verify) == [1, 2, 3, BLOCK_SIZE + 1]
     assert model.round_s(BLOCK_SIZE, 3) == costs.verify[3] > 0
     assert costs.plain == costs.verify[1]
+    print_bench([document])
+    assert f"frame times, batch 1: plain {1e3 * costs.plain:.2f} ms" in capsys.readouterr().out
+    told = cost_section("frame_costs.json", written).blocks[0]
+    assert isinstance(told, Prose)
+    assert "Medians of unrecorded frames" in told.text
     again = run_bench(options(own, policy="auto"))
     assert again["extra"]["graphs"]["sizes"][0] == 0  # plain frames among drafts
     assert again["greedy_mismatches"] == 0

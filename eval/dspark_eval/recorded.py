@@ -25,6 +25,7 @@ from dspark.runtime.policies.frontier import Policy
 from dspark.runtime.records import Generation, RoundRecord
 from dspark.runtime.requests import Request
 from dspark.runtime.sampling import SamplingParams
+from dspark.runtime.static_pass import StaticPass
 from dspark_eval import metrics
 from dspark_eval.environment import describe_environment
 from dspark_eval.frame_runs import Always
@@ -57,7 +58,7 @@ class Recorder:
     def __init__(self, pair: Pair, prompts: Sequence[list[int]], seats: int, new: int) -> None:
         self.pair, self.seats, self.new = pair, seats, new
         self.max_length = max(map(len, prompts)) + new
-        self._static: Any = None
+        self._static: StaticPass | None = None
 
     def frames(self, sampling: SamplingParams, policy: Policy) -> Frames:
         """Both ways. Raises UserError for a pair or a policy that a frame cannot hold."""

@@ -105,12 +105,15 @@ def cost_lines(extra: Mapping[str, Any]) -> Iterator[str]:
         pays = ", ".join(
             f"{number(model.break_even(g, 1 + g, costs.batch), 2)} (draft {g})" for g in lengths
         )
+        rows = counted(1 + lengths[-1], "row")
+        verify = f"{1e3 * costs.verify[1 + lengths[-1]]:.2f} ms"
+        parts = f"draft {1e3 * costs.draft[lengths[-1]]:.2f} ms, verify {verify} of {rows}"
+        kind = "step"
+        if "frames" in model.environment:
+            kind, parts = "frame", f"drafting {verify} of {rows}"
         yield (
-            f"step times, batch {costs.batch}: plain {1e3 * costs.plain:.2f} ms, draft "
-            f"{1e3 * costs.draft[lengths[-1]]:.2f} ms, verify "
-            f"{1e3 * costs.verify[1 + lengths[-1]]:.2f} ms of {counted(1 + lengths[-1], 'row')}; "
-            "speculation "
-            f"pays above tau = {pays}"
+            f"{kind} times, batch {costs.batch}: plain {1e3 * costs.plain:.2f} ms, {parts}; "
+            f"speculation pays above tau = {pays}"
         )
     yield f"written to {extra['cost_model']}"
 

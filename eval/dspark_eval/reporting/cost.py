@@ -33,7 +33,7 @@ def _blocks(value: Mapping[str, Any]) -> Iterator[Block]:
     where = f", {machine(model.environment)}" if model.environment else ""
     yield Prose(
         f"`{model.drafter}` drafting for `{model.target}` after "
-        f"{counted(model.context_tokens, 'token')}{where}. Lower quartiles of real passes; between "
+        f"{counted(model.context_tokens, 'token')}{where}. {_measured(model)}; between "
         "measured points time is interpolated. Speculation pays where accepted length is above "
         "break-even: seconds of a round / seconds of a plain step."
     )
@@ -49,6 +49,17 @@ def _blocks(value: Mapping[str, Any]) -> Iterator[Block]:
         name = f"n = {model.environment['passes']} a point, {name}"
     for key, drawn, caption in _figures(model):
         yield Picture(key, caption, _alt(model, key), partial(panel, drawn, title=name))
+
+
+def _measured(model: CostModel) -> str:
+    """What a point is."""
+    frames = model.environment.get("frames")
+    if frames is None:
+        return "Lower quartiles of real passes"
+    return (
+        f"Medians of {frames} frames; each drafts the whole block and stands as a verify pass of "
+        "its rows, for drafting has no seconds of its own"
+    )
 
 
 def _figures(model: CostModel) -> Iterator[tuple[str, Callable[[Axes], None], str]]:
