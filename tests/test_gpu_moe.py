@@ -36,7 +36,7 @@ def test_every_shape_of_blocks(rows: int, poison: None) -> None:
 
 @LAYERS
 def test_company_and_order_change_no_bit_of_a_row(sizes: dict[str, int], poison: None) -> None:
-    """Nor does another run. What comes after the experts is the library's product of n rows."""
+    """Nor does another run."""
     moe = _random(**sizes)
     x, norm, residual = _rows(576, moe.inputs.shape[1])
     how = kernel.block_plan(576, moe)

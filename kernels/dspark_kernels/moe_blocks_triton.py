@@ -28,12 +28,12 @@ allow_loops()
 
 @triton.jit
 def dense(
-    x, norm, weight, out, n, eps,
+    x, norm, weight, residual, out, n, eps,
     I: tl.constexpr, O: tl.constexpr,  # noqa: E741
     BO: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
-    NORM: tl.constexpr, EARLY: tl.constexpr,
+    NORM: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out = norm(x) W^T, program (N rows, tile of outputs); BK divides I."""
+    """out = norm(x) W^T + residual, program (N rows, tile of outputs); BK divides I."""
     begin(EARLY)
     wait(EARLY)
     rows = tl.program_id(0) * N + tl.arange(0, N)
@@ -45,7 +45,10 @@ def dense(
     if NORM:
         acc = acc * tl.rsqrt(square / I + eps)[None, :]
     inside = (rows < n)[None, :] & (o < O)[:, None]
-    tl.store(out + rows[None, :] * O + o[:, None], acc.to(out.dtype.element_ty), mask=inside)
+    at = rows[None, :] * O + o[:, None]
+    if ADD:
+        acc += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

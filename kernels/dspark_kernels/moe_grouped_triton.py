@@ -11,7 +11,7 @@ expert's weights come from memory once, however many rows chose it:
     5 gate_up   hidden rows, program (block, tile of outputs)
     6 down      a float32 row per pair
     7 combine   as of few rows: a row's own order, no atomics
-    8           back to D and the shared expert's down: the library's product
+    8 dense     back to D, with the shared expert's down; before 7 without a latent space
 
 No shape hangs on what was chosen, so that all of it can be captured. A row meets the same steps of
 the same products whoever is beside it and wherever in a block it stands.
@@ -22,7 +22,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -46,8 +45,9 @@ class BlockPlan:
 
     Attributes:
         rows: Pairs of a block: a power of two from 16 on.
-        side: Rows of a tile of the dense product, likewise.
-        dense, gate_up, down: Of the three kinds of product.
+        side: Rows of a tile of the dense products, likewise.
+        dense: Of both; its step is the most inputs, and halves until it divides them.
+        gate_up, down: Of the experts' products.
     """
 
     rows: int
@@ -90,15 +90,20 @@ def by_blocks(
     x: Tensor, moe: MoE, norm: Tensor | None, eps: float, residual: Tensor | None, how: BlockPlan
 ) -> tuple[Tensor, Tensor]:
     """Any number of rows in blocks by a given plan."""
-    projected = project(x, moe.inputs, norm, eps, how)
+    projected = project(x, moe.inputs, norm, eps, None, torch.float32, how)
     ids, weights, z, tail = few.route_rows(x, moe, norm, eps, projected)
     blocks = blocks_of(ids, moe.experts.count, how.rows)
     partial = _down(_gate_up(z, blocks, moe, how), blocks, moe, how)
-    return together(partial, weights, tail, residual, moe), ids
+    return together(partial, weights, tail, residual, moe, how), ids
 
 
 def together(
-    partial: Tensor, weights: Tensor, tail: Tensor, residual: Tensor | None, moe: MoE
+    partial: Tensor,
+    weights: Tensor,
+    tail: Tensor,
+    residual: Tensor | None,
+    moe: MoE,
+    how: BlockPlan,
 ) -> Tensor:
     """The layer's output [n, D] from what each pair's expert gave [n k, L].
 
@@ -106,29 +111,33 @@ def together(
     """
     if moe.latent:
         few.combine_rows(partial, weights, None, None, tail, moe)
-        return _last(tail, moe, residual)
-    beside = _last(tail, moe, residual) if moe.shared else residual
+        assert moe.outputs is not None
+        return project(tail, moe.outputs, None, 0.0, residual, tail.dtype, how)
+    shared = None
+    if moe.outputs is not None:
+        shared = project(tail, moe.outputs, None, 0.0, None, torch.float32, how)
     out = torch.empty(len(tail), moe.experts.width, dtype=tail.dtype, device=tail.device)
-    few.combine_rows(partial, weights, None, beside, out, moe)
+    few.combine_rows(partial, weights, shared, residual, out, moe)
     return out
 
 
-def _last(tail: Tensor, moe: MoE, residual: Tensor | None) -> Tensor:
-    """tail W^T + residual of the packed outputs."""
-    assert moe.outputs is not None
-    if residual is None:
-        return F.linear(tail, moe.outputs)
-    return torch.addmm(residual, tail, moe.outputs.t())
-
-
-def project(x: Tensor, weight: Tensor, norm: Tensor | None, eps: float, how: BlockPlan) -> Tensor:
-    """norm(x) W^T, float32."""
+def project(
+    x: Tensor,
+    weight: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+    how: BlockPlan,
+) -> Tensor:
+    """norm(x) W^T + residual of any number of rows."""
     n, inputs, outputs = x.shape[0], x.shape[1], weight.shape[0]
-    out = torch.empty(n, outputs, dtype=torch.float32, device=x.device)
+    out = torch.empty(n, outputs, dtype=dtype, device=x.device)
     by = how.dense
     dense[(triton.cdiv(n, how.side), triton.cdiv(outputs, by.out))](
-        x, norm, weight, out, n, eps, I=inputs, O=outputs, BO=by.out, BK=by.step, N=how.side,
-        STAGES=by.stages, NORM=norm is not None, num_warps=by.warps, **early(),
+        x, norm, weight, residual, out, n, eps, I=inputs, O=outputs, BO=by.out,
+        BK=_step(inputs, by.step), N=how.side, STAGES=by.stages, NORM=norm is not None,
+        ADD=residual is not None, num_warps=by.warps, **early(),
     )  # fmt: skip
     return out
 
@@ -199,10 +208,10 @@ def block_plan(n: int, moe: MoE) -> BlockPlan:
 
 def plan_of(n: int, moe: MoE, rows: int) -> BlockPlan:
     """The plan of blocks of 16, 32, 64 or 128 pairs; MXFP4: of 16 or 32."""
-    inner, L, D = moe.experts.inner, moe.experts.width, moe.inputs.shape[1]
-    side, tile = 64, Plan(64, _step(D, 64), 4, 5, dot=True)
+    inner, L = moe.experts.inner, moe.experts.width
+    side, tile = 64, Plan(64, 64, 4, 5, dot=True)
     if n > 2 * side:
-        side, tile = 128, Plan(128, _step(D, 64), 8, 4, dot=True)
+        side, tile = 128, Plan(128, 64, 8, 4, dot=True)
     if moe.experts.packed:
         gate, out = (Plan(64, _step(i // 8, 64), 4, 2, dot=True) for i in (L, inner))
     elif rows < 64:
@@ -238,6 +247,8 @@ def refuses(
     inner, L = moe.experts.inner, moe.experts.width
     if moe.experts.packed and min(_step(i // 8, 64) for i in (inner, L)) < LEAST_STEP:
         return f"MXFP4 sizes {inner} and {L} are no multiples of {8 * LEAST_STEP}"
-    if max(n * moe.top_k * max(inner, L), n * moe.inputs.shape[0]) >= 2**31:
+    if moe.outputs is not None and moe.outputs.shape[1] % LEAST_STEP:
+        return f"a shared expert of width {moe.shared}, no multiple of {LEAST_STEP}"
+    if n * max(moe.top_k * inner, moe.top_k * L, *moe.inputs.shape) >= 2**31:
         return f"{n} rows are more than offsets of 32 bits reach"
     return few.refuses(x[:MAX_ROWS], moe, norm=norm, eps=eps, residual=some)

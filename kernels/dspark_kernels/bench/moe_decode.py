@@ -61,7 +61,7 @@ def _many(name: str, moe: MoE, n: int) -> Iterator[Case]:
         return
     peer = f"grouped_mm, torch {torch.__version__}"
     yield _case(f"{name}, blocks of {picked}", moe, n, grouped.moe_decode, by_groups, peer)
-    for length in {32, 64, 128} - {picked}:
+    for length in sorted({32, 64, 128} - {picked}):
         how = grouped.plan_of(n, moe, length)
 
         def call(x: Tensor, moe: MoE, *, norm: Tensor, eps: float, residual: Tensor) -> object:
@@ -106,7 +106,7 @@ def in_parts(x: Tensor, moe: MoE, *, norm: Tensor, eps: float, residual: Tensor)
 def by_groups(x: Tensor, moe: MoE, *, norm: Tensor, eps: float, residual: Tensor) -> Tensor:
     """Torch's products of groups; choice and sum are ours, and so is what is around the experts."""
     how = grouped.block_plan(x.shape[0], moe)
-    projected = grouped.project(x, moe.inputs, norm, eps, how)
+    projected = grouped.project(x, moe.inputs, norm, eps, None, torch.float32, how)
     ids, weights, z, tail = kernel.route_rows(x, moe, norm, eps, projected)
     experts = torch.arange(moe.experts.count, device=x.device)
     ends = (ids.flatten()[:, None] == experts).sum(0).cumsum(0).int()
@@ -117,7 +117,7 @@ def by_groups(x: Tensor, moe: MoE, *, norm: Tensor, eps: float, residual: Tensor
     out = torch._grouped_mm(activate(gate, up, moe.situ).to(x.dtype), w2, offs=ends)
     partial = torch.empty(out.shape, dtype=torch.float32, device=x.device)
     partial[order] = out.float()
-    return grouped.together(partial, weights, tail, residual, moe)
+    return grouped.together(partial, weights, tail, residual, moe, how)
 
 
 @cache
