@@ -269,7 +269,7 @@ def test_reference_is_the_layer(config: K3Config, parents: list[list[int]] | Non
         assert_close(layer.o_proj(out), expected, dtype=torch.float32)  # so is its softmax
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=16)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", GPU_SIZES)
 def test_on_a_gpu(poison: None, size: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -279,7 +279,7 @@ def test_on_a_gpu(poison: None, size: tuple[int, ...], dtype: torch.dtype) -> No
     check_output(x, 128, True)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=16)
 @pytest.mark.parametrize("size", GPU_SIZES)
 def test_float8_on_a_gpu(poison: None, size: tuple[int, ...]) -> None:
     x = given(size, torch.bfloat16, "cuda", fp8=True)
