@@ -209,6 +209,18 @@ def test_end_tokens_and_seats_used_again(opened: Callable) -> None:
 
 
 @pytest.mark.parametrize("draft", [False, True])
+def test_a_text_as_long_as_the_table_of_positions(draft: bool, monkeypatch: Any) -> None:
+    """The last frames have rows behind its end, which count for nothing."""
+    kind, settings = ROWS["gpt2"]
+    monkeypatch.setitem(ROWS, "gpt2", (kind, {**settings, "n_positions": 32}))
+    target = row_target(tiny_hf("gpt2"), "gpt2")
+    drafter = drafter_for(target) if draft else None
+    decoder = GraphDecoder(target, drafter, seats=2, max_length=32)
+    asked = [Request(prompt_of(n), 32 - n, end_token_ids=(), index=n) for n in (12, 29, 31, 20)]
+    assert [g.tokens for g in decoder.generate_many(asked)] == expected(target, asked)
+
+
+@pytest.mark.parametrize("draft", [False, True])
 def test_samples_do_not_depend_on_the_seat(draft: bool, opened: Callable) -> None:
     target = opened("gemma3")
     drafter = drafter_for(target) if draft else None

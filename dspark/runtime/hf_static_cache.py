@@ -184,7 +184,8 @@ class HFStaticCache:
             for window in self._windows
         }
         return Rows(
-            at,
+            # no row that counts lies behind the text's last place, where a table of positions ends
+            at.clamp(max=self.max_length - 1),
             {
                 window: torch.where(what, self._shut, self._open).unsqueeze(1)
                 for window, what in hidden.items()
