@@ -227,3 +227,20 @@ def test_more_prompts_and_longer_answers_than_by_default_are_asked_for(
 def test_fewer_than_no_slow_prompts_are_refused(loaded: LoadedTarget, study: Path) -> None:
     with pytest.raises(UserError, match="--slow-per-set: expected 0 or more; got -1"):
         timed(loaded, study, -1)
+
+
+def test_where_no_frame_can_be_had_the_slow_ways_are_measured(
+    loaded: LoadedTarget, study: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They answer what they answer, and nobody is left for the other prompts."""
+
+    def refusing(*given: Any, **options: Any) -> Any:
+        raise UserError("this target has no frames")
+
+    monkeypatch.setattr(ways, "GraphDecoder", refusing)
+    found = timed(loaded, study, 1, arms=("deep",))
+    assert set(counts(found).values()) == {2}
+    assert found["prompts"] == found["asked_prompts"] == 2
+    assert speed.is_timed(study, {})
+    with pytest.raises(UserError, match="this target has no frames"):
+        timed(loaded, study, 0, arms=("deep",))

@@ -78,6 +78,8 @@ def measure_speed(
     found = find_ways(target, out, arms, max_length=longest, slow=slow > 0)
     if not found.named:
         raise UserError(next(iter(found.refused.values())))
+    if not any(map(is_recorded, found.named)):
+        prompt_lists = prompt_lists[:slow]  # nobody is there to answer the others
     for name, reason in found.refused.items():
         print(f"{name}: left out: {reason}", flush=True)
     runs: dict[str, list[tuple[list[int], float]]] = {name: [] for name in found.named}
