@@ -166,15 +166,20 @@ def _cost_table(path: Path, raw: Mapping[str, Any]) -> dict[int, float]:
 
 
 def _bench_times(path: Path, raw: Mapping[str, Any]) -> dict[int, float]:
-    """A bench has one draft length: two points."""
-    length = _get(raw.get("extra"), "draft_length")
-    parts = [raw.get(key) for key in ("draft_ms", "verify_ms", "other_ms")]
+    """A bench has one draft length: two points. A recorded frame has no parts."""
+    length, graphs = (_get(raw.get("extra"), key) for key in ("draft_length", "graphs"))
+    names: tuple[str, ...] = ("draft_ms", "verify_ms", "other_ms")
+    found = raw
+    if isinstance(graphs, Mapping):
+        names, found = ("frame_ms_mean",), graphs
     rate = raw["plain_tokens_per_s"]
-    numbers = [part for part in (rate, *parts) if _is_number(part) and part > 0]
-    if type(length) is not int or len(numbers) != 4:
+    numbers = [part for part in (rate, *map(found.get, names)) if _is_number(part) and part > 0]
+    if raw.get("batch", 1) != 1:
+        raise UserError(f"{path}: a bench of one prompt at a time was expected (--batch 1)")
+    if type(length) is not int or len(numbers) != 1 + len(names):
         raise UserError(
-            f"{path}: plain_tokens_per_s, draft_ms, verify_ms, other_ms and extra.draft_length of "
-            "a bench were expected"
+            f"{path}: plain_tokens_per_s, {', '.join(names)} and extra.draft_length of a bench "
+            "were expected"
         )
     return {1: 1 / numbers[0], 1 + length: sum(numbers[1:]) / 1e3}
 

@@ -261,6 +261,19 @@ def test_the_best_file_of_a_folder_is_taken(tmp_path: Path) -> None:
     assert acceptance_beside(tmp_path) == {"s": (0.6,)}
 
 
+def test_a_bench_of_recorded_frames_gives_back_its_own_speed_up(tmp_path: Path) -> None:
+    """A frame has no parts; of several seats neither rate nor frame is one text's."""
+    path = tmp_path / "bench.json"
+    parts = dict.fromkeys(("draft_ms", "verify_ms", "other_ms"))
+    extra = {"draft_length": 2, "graphs": {"frame_ms_mean": 14.0}}
+    bench = {"plain_tokens_per_s": 100.0, "batch": 1, **parts, "extra": extra}
+    path.write_text(json.dumps(bench))
+    assert read_cost_table(path) == pytest.approx({1: 0.01, 3: 0.014})
+    path.write_text(json.dumps({**bench, "batch": 4}))
+    with pytest.raises(UserError, match="one prompt at a time"):
+        read_cost_table(path)
+
+
 @pytest.mark.parametrize(
     "raw",
     [
