@@ -206,6 +206,22 @@ def test_a_frame_of_two_texts_pays_earlier() -> None:
     assert speed.summarize(timings, seed=0)["break_even"] == pytest.approx(1.25)
 
 
+def test_a_step_of_texts_that_end_apart_is_a_step_of_all_seats() -> None:
+    """10 steps of 0.4 s for a text of 11 tokens and one of 3, then 10 for one alone: 0.4 s each."""
+    record = RoundRecord(4, 4, 4, 5, 0, 0.0, 0.8, 0.0, (), (1.0,) * 4)
+    timings = [
+        PromptTimings(
+            3,
+            [Generation(list(range(tokens)), "length", 1.0, seconds)],
+            [Generation(list(range(tokens)), "length", 1.0, 1.0, [record])],
+        )
+        for tokens, seconds in ((11, 2.0), (3, 2.0), (11, 4.0))
+    ]
+    assert speed.summarize(timings, seed=0, batch=2)["break_even"] == pytest.approx(2.0)
+    extra = speed.details(timings, seed=0, batch=2)
+    assert extra["plain_ms_per_token"] == pytest.approx(400.0)
+
+
 # ------------------------------------------------------------------ policies and their times
 
 

@@ -159,16 +159,29 @@ def summarize(timings: Sequence[PromptTimings], *, seed: int, batch: int = 1) ->
         "rows_per_round": metrics.rows_per_round(rounds),
         "levels": outcomes.level_shares(rounds),
         "bands": outcomes.band_table(by_prompt),
-        "break_even": break_even(rounds, plain_rate / batch),
+        "break_even": break_even(rounds, plain_step_s(timings, batch)),
         **metrics.round_times_ms(rounds),
         "host_syncs_per_token": None,  # nothing counts them in this loop
     }
 
 
-def break_even(rounds: Sequence[RoundRecord], plain_rate: float | np.ndarray) -> float | None:
+def plain_step_s(timings: Sequence[PromptTimings], batch: int) -> float:
+    """Mean seconds of a step of plain decoding, nan without one.
+
+    Of `batch` texts side by side, whose seconds are shares of those of all steps, the longest says
+    how many there were: seats whose text has ended are stepped as well.
+    """
+    groups = (timings[start : start + batch] for start in range(0, len(timings), batch))
+    sides = [side for some in groups for side in zip(*(t.plain for t in some), strict=True)]
+    steps = sum(max(max(len(g.tokens) for g in side) - 1, 0) for side in sides)
+    return sum(g.decode_s for side in sides for g in side) / steps if steps else float("nan")
+
+
+def break_even(rounds: Sequence[RoundRecord], step_s: float) -> float | None:
     """Accepted length at which the rounds that drafted are as fast as plain decoding."""
     spent = [r.draft_s + r.verify_s + r.other_s for r in rounds if r.drafted]
-    return _finite(np.mean(spent) * plain_rate) if spent else None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return _finite(np.mean(spent) / np.float64(step_s)) if spent else None
 
 
 def details(timings: Sequence[PromptTimings], *, seed: int, batch: int = 1) -> dict[str, Any]:
@@ -179,7 +192,6 @@ def details(timings: Sequence[PromptTimings], *, seed: int, batch: int = 1) -> d
     answers = [g for t in timings for g in t.speculative]
     with np.errstate(divide="ignore", invalid="ignore"):
         plain_all, fast_all = _rate(plain.sum(0)[2:]), _rate(fast.sum(0)[2:])
-        step_ms = 1e3 * batch / _rate(plain.sum(0))
     rounds = metrics.pool(by_prompt)
     return {
         "n_rounds": len(rounds),
@@ -190,7 +202,7 @@ def details(timings: Sequence[PromptTimings], *, seed: int, batch: int = 1) -> d
         "plain_tokens_per_s_with_prefill": _finite(plain_all),
         "speculative_tokens_per_s_with_prefill": _finite(fast_all),
         "speedup_with_prefill": _finite(fast_all / plain_all),
-        "plain_ms_per_token": _finite(step_ms),
+        "plain_ms_per_token": _finite(np.float64(1e3 * plain_step_s(timings, batch))),
         "prefix_survival": metrics.prefix_survival(rounds),
         "positions": {
             name: [asdict(value) for value in found]
