@@ -190,3 +190,4 @@ def test_a_target_whose_frames_cannot_be_recorded_is_said_in_one_line(
     assert shown.out == ""
     assert shown.err.count("\n") == 1
     assert "cannot be recorded" in shown.err
+    assert shown.err.endswith("leave --graphs out\n")

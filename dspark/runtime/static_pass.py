@@ -121,7 +121,8 @@ def static_pass(target: Target) -> StaticPass:
 def not_recorded(target: Target, reason: str) -> UserError:
     """What is said of a target whose frames cannot be recorded."""
     return UserError(
-        f"target {target.name}: its frames cannot be recorded: {reason}; use SpeculativeDecoder"
+        f"target {target.name}: its frames cannot be recorded: {reason}; use SpeculativeDecoder, "
+        "on the command line leave --graphs out"
     )
 
 
