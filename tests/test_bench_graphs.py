@@ -250,6 +250,8 @@ def test_policies_go_by_the_times_of_frames(
     assert again["greedy_mismatches"] == 0
     assert not any("measured" in text for text in again["extra"]["warnings"])
     file = own.draft / "frame_costs.json"
+    wider = run_bench(options(own, policy="throughput", batch=2))
+    assert any("measured with a batch of 1;" in text for text in wider["extra"]["warnings"])
     eager = run_bench(options(own, policy="throughput", graphs=False, cost_model=file))
     assert any("of recorded frames" in text for text in eager["extra"]["warnings"])
 

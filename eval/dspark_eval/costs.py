@@ -63,7 +63,7 @@ def find_costs(
     if cost_model is None and not path.is_file():
         return None
     model = load_cost_model(path)
-    return Costs(model, path, tuple(_doubts(model, path, pair, recorder is not None)))
+    return Costs(model, path, tuple(_doubts(model, path, pair, recorder)))
 
 
 def _measure(
@@ -84,11 +84,14 @@ def _measure(
         )
 
 
-def _doubts(model: CostModel, path: Path, pair: Pair, frames: bool) -> list[str]:
+def _doubts(model: CostModel, path: Path, pair: Pair, recorder: Recorder | None) -> list[str]:
     """Why the times in a file may not be those of this run."""
     found = []
-    if frames != ("frames" in model.environment):
-        found.append("pass by pass, not of frames" if frames else "of recorded frames")
+    if (recorder is not None) != ("frames" in model.environment):
+        found.append("of recorded frames" if recorder is None else "pass by pass, not of frames")
+    seats = [costs.batch for costs in model.batches]
+    if recorder is not None and recorder.seats not in seats:
+        found.append(f"with a batch of {' or '.join(map(str, seats))}")
     if not step_times.same_machine(
         model, describe_environment(pair.target.device, pair.target.dtype)
     ):
