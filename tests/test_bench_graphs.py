@@ -264,8 +264,8 @@ def test_policies_go_by_the_times_of_frames(
     [
         (["--graphs", "--verification", "block"], "--verification block: recorded frames do not"),
         (["--graphs", "--relaxed"], "--relaxed: recorded frames do not"),
-        (["--graphs", "--bands"], "no rows for siblings"),
-        (["--graphs", "--policy", "throughput"], "needs step times"),
+        (["--graphs", "--bands"], "--bands: recorded frames do not"),
+        (["--graphs", "--policy", "throughput"], "`dspark bench --graphs --profile`"),
         (["--graphs", "--batch", "0"], "--batch: expected 1 or more"),
         (["--batch", "2"], "--batch: expected 1, or --graphs"),
         (["--graphs", "--batch", "2", "--peer"], "--peer: decodes one prompt at a time"),

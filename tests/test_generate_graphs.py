@@ -124,8 +124,10 @@ def test_text_comes_while_frames_run(
         (["--logit-bias", "7:1"], "--logit-bias: recorded frames do not"),
         (["--repetition-penalty", "1.5"], "--repetition-penalty: recorded frames do not"),
         (["--no-repeat-ngram", "3"], "--no-repeat-ngram: recorded frames do not"),
-        (["--siblings", "2"], "no rows for siblings"),
-        (["--policy", "throughput"], "needs step times"),
+        (["--siblings", "2"], "--siblings: recorded frames do not"),
+        (["--siblings", "0"], "--siblings: recorded frames do not"),
+        (["--bands"], "--bands: recorded frames do not"),
+        (["--policy", "throughput"], "`dspark bench --graphs --profile`"),
     ],
 )
 def test_what_frames_cannot_do_is_one_line_and_exit_code_2(

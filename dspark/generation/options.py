@@ -124,6 +124,7 @@ class GenerateOptions:
             draft_length=self.draft_length,
             bands=self.bands or self.siblings is not None,
             siblings=SIBLINGS if self.siblings is None else self.siblings,
+            graphs=self.graphs,
         )
 
     @property
@@ -169,6 +170,8 @@ class GenerateOptions:
     def _check_graphs(self) -> None:
         """What a frame, which waits for no host, does not do."""
         given = {
+            "--bands": self.bands,
+            "--siblings": self.siblings is not None,
             "--verification block": self.method == "block",
             "--min-new-tokens": self.min_new_tokens > 0,
             "--logit-bias": bool(self.logit_bias),

@@ -7,9 +7,10 @@ that loading a target takes, nor a measurement that cannot be written. What depe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dspark.runtime.policies.choose import PolicyChoice
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval.asked import AtTemperatures, check_file, check_folder, require
 from dspark_eval.drafting import Drafting
@@ -53,6 +54,9 @@ class BenchOptions(Drafting, AtTemperatures):
             f"--plot {self.plot}: expected a name that ends in {', '.join(PICTURES)}",
         )
 
+    def choice(self) -> PolicyChoice:
+        return replace(super().choice(), graphs=self.graphs)
+
     def _check_graphs(self) -> None:
         """What only recorded frames do, and what they do not."""
         one = self.batch == 1
@@ -60,6 +64,7 @@ class BenchOptions(Drafting, AtTemperatures):
         require(one or not self.peer, "--peer: decodes one prompt at a time; leave --batch out")
         if self.graphs:
             for name, asked in (
+                ("--bands", self.bands),
                 ("--verification block", self.verification != "token"),
                 ("--relaxed", self.relaxed),
             ):

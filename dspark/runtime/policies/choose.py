@@ -37,6 +37,7 @@ class PolicyChoice:
                   8 at most for the others
     h_stop, s_stop  thresholds of `entropy` and `confidence`; None: fitted, or the default
     bands         whether high, low and siblings are in force
+    graphs        whether rounds are recorded frames, which have step times of their own
     """
 
     name: str = "fixed"
@@ -47,6 +48,7 @@ class PolicyChoice:
     high: float = HIGH
     low: float = LOW
     siblings: int = SIBLINGS
+    graphs: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in POLICIES:
@@ -111,8 +113,9 @@ def _inner(
         best = _best(stops, calibrated, has_confidence, cost)
         return _inner(choice, best, stops, calibrated, has_confidence, cost)
     if cost is None:
+        bench = f"dspark bench {'--graphs ' if choice.graphs else ''}--profile"
         raise UserError(
-            f"--policy {name}: needs step times; measure them with `dspark bench --profile`, or "
+            f"--policy {name}: needs step times; measure them with `{bench}`, or "
             "give --cost-model FILE"
         )
     if name == "throughput":
