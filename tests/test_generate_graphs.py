@@ -128,6 +128,8 @@ def test_text_comes_while_frames_run(
         (["--siblings", "0"], "--siblings: recorded frames do not"),
         (["--bands"], "--bands: recorded frames do not"),
         (["--policy", "throughput"], "`dspark bench --graphs --profile`"),
+        (["--max-new-tokens", f"{10**13}"], f"--max-new-tokens {10**13}: frames keep room"),
+        (["--max-new-tokens", f"{10**18}"], f"--max-new-tokens {10**18}: frames keep room"),
     ],
 )
 def test_what_frames_cannot_do_is_one_line_and_exit_code_2(

@@ -24,6 +24,7 @@ from dspark.distill.identity import identity_warnings, trained_format
 from dspark.draft.checkpoint import load_drafter, read_config
 from dspark.draft.golden_check import golden_warnings
 from dspark.draft.model import DSparkDrafter
+from dspark.errors import UserError
 from dspark.files import prepare_folder
 from dspark.fitting import say, show
 from dspark.generation.account import SCHEMA_VERSION, Account
@@ -173,12 +174,28 @@ def _frames(options: GenerateOptions, loaded: Loaded, prompt_tokens: int) -> Gra
     """What --graphs decodes with; raises UserError for what a frame cannot hold."""
     if not options.graphs:
         return None
-    return GraphDecoder(
-        loaded.target,
-        loaded.drafter,
-        max_length=prompt_tokens + options.max_new_tokens,
-        policy=None if loaded.drafter is None else _policy(options, loaded.drafter),
-        sampling=options.sampling(),
+    try:
+        return GraphDecoder(
+            loaded.target,
+            loaded.drafter,
+            max_length=prompt_tokens + options.max_new_tokens,
+            policy=None if loaded.drafter is None else _policy(options, loaded.drafter),
+            sampling=options.sampling(),
+        )
+    except RuntimeError as error:
+        if not _beyond_memory(error):
+            raise
+        raise UserError(
+            f"--max-new-tokens {options.max_new_tokens}: frames keep room for so long a text from "
+            "the start, and there is not enough memory; ask for fewer, or leave --graphs out"
+        ) from error
+
+
+def _beyond_memory(error: RuntimeError) -> bool:
+    """Whether memory was asked for that is not there; torch has a type for it on a GPU alone."""
+    words = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        part in words for part in ("can't allocate memory", "overflow")
     )
 
 
