@@ -173,6 +173,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package that carries a tiny model in place of the real one."""
     folder = tmp_path / "site" / smollm2.PACKAGE
     folder.mkdir(parents=True)
+    (folder / "__init__.py").touch()  # without it a real one that is installed would be found first
     _write_llama(folder / smollm2.FILE, _model())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(smollm2, "SHA256", _digest(folder / smollm2.FILE))
