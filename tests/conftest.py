@@ -12,9 +12,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 
+import fcntl
 import random
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,22 +68,37 @@ def _same_start() -> Iterator[None]:
 
 GIB = 2**30
 PATIENCE_S = 240.0
+LARGE_GIB = 24
 
 
 @pytest.fixture(autouse=True)
 def _room_on_the_card(request: pytest.FixtureRequest) -> Iterator[None]:
-    """`@pytest.mark.gpu(gib=N)`: wait until the card has so much left, for it may be shared."""
+    """`@pytest.mark.gpu(gib=N)`: wait until the card has so much left, for it may be shared. Large
+    ones run one at a time: two that see the same room would both take it."""
     marker = request.node.get_closest_marker("gpu")
     if marker is None or not torch.cuda.is_available():
         yield
         return
-    needed, started = marker.kwargs.get("gib", 1), time.monotonic()
+    needed = marker.kwargs.get("gib", 1)
+    with _one_at_a_time() if needed >= LARGE_GIB else nullcontext():
+        _wait_for_room(needed)
+        yield
+        torch.cuda.empty_cache()  # what a process keeps, its neighbours on the card lack
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    with (Path(tempfile.gettempdir()) / "dspark-large-gpu-test.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _wait_for_room(needed: float) -> None:
+    started = time.monotonic()
     while (free := torch.cuda.mem_get_info()[0] / GIB) < needed:
         if time.monotonic() - started > PATIENCE_S:
             pytest.skip(f"{needed} GiB of a card with {free:.1f} free for {PATIENCE_S:.0f} s")
         time.sleep(1.0)
-    yield
-    torch.cuda.empty_cache()  # what a process keeps, its neighbours on the card lack
 
 
 @pytest.fixture

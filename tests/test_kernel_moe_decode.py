@@ -251,7 +251,7 @@ def test_what_the_kernel_refuses() -> None:
     assert "multiples" in str(kernel.refuses(x, odd))
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=32)
 @pytest.mark.parametrize("n", [1, 2, 8, 16])
 @pytest.mark.parametrize("experts", [32, 256])
 def test_kimi_linear_at_real_sizes(n: int, experts: int, poison: None) -> None:
@@ -260,7 +260,7 @@ def test_kimi_linear_at_real_sizes(n: int, experts: int, poison: None) -> None:
     _check(moe, n, kernel.moe_plan(n, moe), normed=False)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=80)
 @pytest.mark.parametrize("n", [1, 2, 8])
 @pytest.mark.parametrize("dot", [False, True])
 def test_k3_at_real_widths(n: int, dot: bool, poison: None) -> None:

@@ -29,9 +29,9 @@ from tests.hf_tiny import ROWS
 
 NEW = 6
 GREEDY = ["plain", "deep", "wide", "generate", "prompt_lookup", "early_exit"]
-SAMPLED = ["plain, T = 1", "wide, T = 1", "generate, T = 1"]
+SAMPLED = ["plain, T = 1", "deep, T = 1", "wide, T = 1", "generate, T = 1"]
 FRAMES = ["plain, recorded", "deep, recorded", "wide, recorded"]
-FRAMES += ["plain, recorded, T = 1", "wide, recorded, T = 1"]
+FRAMES += ["plain, recorded, T = 1", "deep, recorded, T = 1", "wide, recorded, T = 1"]
 
 
 def test_a_way_is_compared_with_plain_decoding_of_its_kind() -> None:
@@ -222,6 +222,25 @@ def test_more_prompts_and_longer_answers_than_by_default_are_asked_for(
         assert command.main(["speed", str(tmp_path), *more]) == 0
     names = ("per_set", "slow_per_set", "max_new_tokens")
     assert [tuple(each[name] for name in names) for each in asked] == [(2, None, 64), (20, 4, 256)]
+
+
+def test_several_drafters_are_timed_beside_their_counterparts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The reference's recipe of the same seed and time stands before its drafter, once."""
+    given: list[list[str]] = []
+    monkeypatch.setattr(command, "_target", lambda options: None)
+    monkeypatch.setattr(command, "measure_speed", lambda *a, **named: given.append(a[3]))
+    for name in ("early.2", "deepspec.2", "wide.2", "small"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trained.json").write_text("{}")
+    assert command.main(["speed", str(tmp_path), "--arm", "early.2", "small", "wide.2"]) == 0
+    assert given == [["deepspec.2", "early.2", "small", "wide.2"]]
+    assert command.main(["speed", str(tmp_path), "--arm", "early.2", "middle"]) == 2
+    assert "middle: not trained yet; run the step train --arm middle" in capsys.readouterr().err
+    assert command.main(["measure", str(tmp_path), "--arm", "early.2", "small"]) == 2
+    assert "--arm: measure takes one drafter; got 2" in capsys.readouterr().err
+    assert len(given) == 1
 
 
 def test_fewer_than_no_slow_prompts_are_refused(loaded: LoadedTarget, study: Path) -> None:

@@ -4,7 +4,8 @@
     python -m dspark_eval.real_text warm    OUT --prompts DIR    kernels are compiled beforehand
     python -m dspark_eval.real_text train   OUT --prompts DIR --arm deep --seconds 200
     python -m dspark_eval.real_text measure OUT --prompts DIR --arm deep
-    python -m dspark_eval.real_text speed   OUT --prompts DIR    one prompt at a time, all ways
+    python -m dspark_eval.real_text speed   OUT --prompts DIR    one prompt at a time, all ways,
+                                                                 of one --arm or several
     python -m dspark_eval.real_text table   OUT                  the table, from what is there
     python -m dspark_eval.real_text all     OUT --prompts DIR --device cuda --budget 1250
     python -m dspark_eval.real_text repeat  OUT --prompts DIR --device cuda --seeds 1 2 --arm early
@@ -152,9 +153,7 @@ def _measure(options: argparse.Namespace) -> None:
 
 
 def _speed(options: argparse.Namespace) -> None:
-    own = choose(options.out) if options.arm == CHOSEN else find_run(options.arm).name
-    named = [] if own is None else [find_run(own).counterpart.name, own]
-    arms = [name for name in named or [REFERENCE] if (options.out / name / TRAINED).is_file()]
+    arms = _timed_arms(options.out, options.arm)
     asked = {
         "per_set": options.per_set or SPEED_PROMPTS,
         "slow_per_set": options.slow_per_set,
@@ -174,6 +173,20 @@ def _speed(options: argparse.Namespace) -> None:
             slow_per_set=options.slow_per_set,
             max_new_tokens=asked["max_new_tokens"],
         )
+
+
+def _timed_arms(out: Path, asked: Sequence[str]) -> list[str]:
+    """The drafters that were asked for, each behind its counterpart of the reference's recipe where
+    that is trained. Raises UserError for a name that is not."""
+    arms: list[str] = []
+    for name in asked:
+        own = choose(out) if name == CHOSEN else find_run(name).name
+        if name != CHOSEN and not (out / str(own) / TRAINED).is_file():
+            raise UserError(f"{out / str(own)}: not trained yet; run the step train --arm {name}")
+        beside = REFERENCE if own is None else find_run(own).counterpart.name
+        there = [each for each in (beside, own) if each and (out / each / TRAINED).is_file()]
+        arms += [each for each in there if each not in arms]
+    return arms
 
 
 def _table(options: argparse.Namespace) -> None:
@@ -259,7 +272,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--device", default="cpu", help="cpu | cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--arm", default=CHOSEN, help="a drafter; chosen: our best candidate")
+    parser.add_argument(
+        "--arm",
+        nargs="+",
+        default=[CHOSEN],
+        help="a drafter, speed: several; chosen: our best candidate",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", help="train, repeat: one after the other")
     parser.add_argument("--seconds", type=float, default=200.0, help="of training")
     parser.add_argument("--long-seconds", type=float, default=LONGEST, help="of long training")
@@ -291,6 +309,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--add", type=Path, help="table: results of an earlier study of its arms")
     parser.add_argument("--pass-on", default="", help="all: further options of every step")
     options = parser.parse_args(arguments)
+    if options.step != "speed":
+        if len(options.arm) > 1:
+            raise UserError(f"--arm: {options.step} takes one drafter; got {len(options.arm)}")
+        options.arm = options.arm[0]
     if options.step != "table":  # which reads alone, and may refuse
         options.out.mkdir(parents=True, exist_ok=True)
     STEPS[options.step](options)

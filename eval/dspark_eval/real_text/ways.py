@@ -6,7 +6,7 @@
     prompt_lookup, early_exit        its assisted generation: n-grams of the text, the first half of
                                      the model's own layers
     .., T = 1                        the same at temperature 1: plain decoding, `generate`, and the
-                                     last of the drafters
+                                     drafters
 
 Greedy without `T = 1`. A way is compared with plain decoding of its kind at its temperature.
 """
@@ -89,7 +89,7 @@ def find_ways(
         return found.eval()
 
     asked = [(PLAIN, None, 0.0), *((arm, arm, 0.0) for arm in arms), (PLAIN, None, 1.0)]
-    asked += [(arm, arm, 1.0) for arm in arms[-1:]]
+    asked += [(arm, arm, 1.0) for arm in arms]
     ways = Ways({})
     if slow:
         for name, arm, temperature in asked:
