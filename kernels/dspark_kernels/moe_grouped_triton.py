@@ -193,21 +193,19 @@ def _down(h: Tensor, blocks: _Blocks, moe: MoE, how: BlockPlan) -> Tensor:
 
 
 def block_plan(n: int, moe: MoE) -> BlockPlan:
-    """Blocks about twice as long as rows per expert: rows choose some experts more than others.
-
-    With 64 pairs a block, multiplying still takes less time than reading the weights does, and what
-    a short block leaves empty is free. Longer ones serve where multiplying bounds it: there a tile
-    of weights from the L2 cache meets twice the rows. MXFP4 is unpacked once a block, in registers
-    that longer ones would not leave.
+    """Blocks about twice as long as rows per expert, as rows choose some experts more than others,
+    but no longer than 64: where multiplying bounds it, more blocks of an expert find its tile in
+    the L2 cache, and blocks of 128 were slower at every number of rows (kernels/docs/moe_decode.md).
+    MXFP4 is unpacked once a block, in registers that longer ones would not leave.
     """
     mean = n * moe.top_k / moe.experts.count
     if moe.experts.packed:
         return plan_of(n, moe, 16 if mean <= 4 else 32)
-    return plan_of(n, moe, 32 if mean <= 8 else 64 if mean <= 32 else 128)
+    return plan_of(n, moe, 32 if mean <= 8 else 64)
 
 
 def plan_of(n: int, moe: MoE, rows: int) -> BlockPlan:
-    """The plan of blocks of 16, 32, 64 or 128 pairs; MXFP4: of 16 or 32."""
+    """The plan of blocks of 16, 32 or 64 pairs; MXFP4: of 16 or 32."""
     inner, L = moe.experts.inner, moe.experts.width
     side, tile = 64, Plan(64, 64, 4, 5, dot=True)
     if n > 2 * side:
@@ -217,12 +215,9 @@ def plan_of(n: int, moe: MoE, rows: int) -> BlockPlan:
     elif rows < 64:
         gate = Plan(64, _step(L, 64), 4, 4, dot=True)
         out = Plan(64, _step(inner, 128), 4, 4, dot=True)
-    elif rows == 64:
+    else:
         gate = Plan(64, _step(L, 64), 4, 4, dot=True)
         out = Plan(128, _step(inner, 64), 4, 4, dot=True)
-    else:
-        gate = Plan(128, _step(L, 64), 8, 3, dot=True)
-        out = Plan(128, _step(inner, 64), 8, 3, dot=True)
     return BlockPlan(rows, side, tile, gate, out)
 
 

@@ -61,7 +61,7 @@ def _many(name: str, moe: MoE, n: int) -> Iterator[Case]:
         return
     peer = f"grouped_mm, torch {torch.__version__}"
     yield _case(f"{name}, blocks of {picked}", moe, n, grouped.moe_decode, by_groups, peer)
-    for length in sorted({32, 64, 128} - {picked}):
+    for length in sorted({32, 64} - {picked}):
         how = grouped.plan_of(n, moe, length)
 
         def call(x: Tensor, moe: MoE, *, norm: Tensor, eps: float, residual: Tensor) -> object:
