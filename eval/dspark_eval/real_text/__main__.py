@@ -47,7 +47,7 @@ from dspark_eval.real_text.arms import (
     find_arm,
     like,
 )
-from dspark_eval.real_text.chosen import choose, real_name
+from dspark_eval.real_text.chosen import choose, real_name, timed_arms
 from dspark_eval.real_text.measuring import TEMPERATURES, measure, measured_path
 from dspark_eval.real_text.repeats import repeats
 from dspark_eval.real_text.reuse import ASKED, is_there
@@ -153,7 +153,7 @@ def _measure(options: argparse.Namespace) -> None:
 
 
 def _speed(options: argparse.Namespace) -> None:
-    arms = _timed_arms(options.out, options.arm)
+    arms = timed_arms(options.out, options.arm)
     asked = {
         "per_set": options.per_set or SPEED_PROMPTS,
         "slow_per_set": options.slow_per_set,
@@ -173,20 +173,6 @@ def _speed(options: argparse.Namespace) -> None:
             slow_per_set=options.slow_per_set,
             max_new_tokens=asked["max_new_tokens"],
         )
-
-
-def _timed_arms(out: Path, asked: Sequence[str]) -> list[str]:
-    """The drafters that were asked for, each behind its counterpart of the reference's recipe where
-    that is trained. Raises UserError for a name that is not."""
-    arms: list[str] = []
-    for name in asked:
-        own = choose(out) if name == CHOSEN else find_run(name).name
-        if name != CHOSEN and not (out / str(own) / TRAINED).is_file():
-            raise UserError(f"{out / str(own)}: not trained yet; run the step train --arm {name}")
-        beside = REFERENCE if own is None else find_run(own).counterpart.name
-        there = [each for each in (beside, own) if each and (out / each / TRAINED).is_file()]
-        arms += [each for each in there if each not in arms]
-    return arms
 
 
 def _table(options: argparse.Namespace) -> None:

@@ -7,11 +7,13 @@ of a recipe that was chosen without them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from dspark.errors import UserError
 from dspark.files import read_json
-from dspark_eval.real_text.arms import CANDIDATES, CHOSEN
+from dspark_eval.real_text.arms import CANDIDATES, CHOSEN, REFERENCE
+from dspark_eval.real_text.runs import find_run
 from dspark_eval.real_text.training import TRAINED
 
 
@@ -33,3 +35,17 @@ def real_name(out: Path, name: str) -> str:
     if found is None:
         raise UserError(f"{out}: none of {', '.join(CANDIDATES)} is trained; run the step train")
     return found
+
+
+def timed_arms(out: Path, asked: Sequence[str]) -> list[str]:
+    """The drafters that were asked for, each behind its counterpart of the reference's recipe where
+    that is trained. Raises UserError for a name that is not."""
+    arms: list[str] = []
+    for name in asked:
+        own = choose(out) if name == CHOSEN else find_run(name).name
+        if name != CHOSEN and not (out / str(own) / TRAINED).is_file():
+            raise UserError(f"{out / str(own)}: not trained yet; run the step train --arm {name}")
+        beside = REFERENCE if own is None else find_run(own).counterpart.name
+        there = [each for each in (beside, own) if each and (out / each / TRAINED).is_file()]
+        arms += [each for each in there if each not in arms]
+    return arms
