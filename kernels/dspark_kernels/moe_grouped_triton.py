@@ -195,7 +195,7 @@ def _down(h: Tensor, blocks: _Blocks, moe: MoE, how: BlockPlan) -> Tensor:
 def block_plan(n: int, moe: MoE) -> BlockPlan:
     """Blocks about twice as long as rows per expert, as rows choose some experts more than others,
     but no longer than 64: where multiplying bounds it, more blocks of an expert find its tile in
-    the L2 cache, and blocks of 128 were slower at every number of rows (kernels/docs/moe_decode.md).
+    the L2 cache, and blocks of 128 were never faster (kernels/docs/moe_decode.md).
     MXFP4 is unpacked once a block, in registers that longer ones would not leave.
     """
     mean = n * moe.top_k / moe.experts.count
