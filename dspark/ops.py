@@ -38,7 +38,9 @@ from dspark_kernels import (
     train_rows,
 )
 from dspark_kernels import block_attention as block_attention_op
+from dspark_kernels import calibrate as calibrate_op
 from dspark_kernels import grad_norms as grad_norms_op
+from dspark_kernels import kda_context_rows as kda_context_rows_op
 from dspark_kernels import kda_decode as kda_decode_op
 from dspark_kernels import kda_linear as kda_linear_op
 from dspark_kernels import kda_output as kda_output_op
@@ -57,6 +59,8 @@ R = TypeVar("R")
 MODES = ("auto", "torch", "triton")
 KDA_CHUNK = kda.CHUNK
 """Rows up to which `kda_step` is the better form."""
+FEW_ROWS = linear_rows_op.MAX_ROWS
+"""Rows up to which `linear_rows` has a kernel."""
 
 
 @dataclass
@@ -219,6 +223,14 @@ mla_absorb = _op("mla_absorb", latent_write_op.mla_absorb, "mla_absorb_triton:ml
 latent_write = _op("latent_write", latent_write_op.latent_write, "latent_write_triton:latent_write")
 attn_res_mix = _op("attn_res_mix", attn_res.attn_res_mix, "attn_res_triton:attn_res_mix")
 linear_rows = _op("linear_rows", linear_rows_op.linear_rows, "linear_rows_triton:linear_rows")
+kda_context_rows = _op(
+    "kda_context_rows",
+    kda_context_rows_op.kda_context_rows,
+    "kda_context_rows_triton:kda_context_rows",
+)
+kda_context_text = kda_context_rows_op.kda_context_rows
+"""The same of a prompt's many rows, which are no matter of launches."""
+calibrate = _op("calibrate", calibrate_op.calibrate, "calibrate_triton:calibrate")
 low_rank_rows = _op(
     "low_rank_rows", low_rank_rows_op.low_rank_rows, "low_rank_rows_triton:low_rank_rows"
 )

@@ -17,16 +17,15 @@ it is read as what it says. Version 2 is written.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from dspark import ops
 from dspark.draft.config import DraftConfig
 
 CALIBRATION_FILE = "calibration.json"
@@ -35,8 +34,6 @@ NOT_CALIBRATED = "the drafter's confidence is not calibrated; run `dspark calibr
 TEACHER_FORCED = "held-out rows, teacher-forced, temperature 1"
 
 Slots = tuple[float | None, ...]
-_SMALLEST = 1e-7  # products are kept this far from 0 and 1, as in the fit
-_LOG_SMALLEST = math.log(_SMALLEST)
 
 
 class Sampling(Protocol):
@@ -110,15 +107,7 @@ class Fitted:
 
     def confidence(self, logits: Tensor) -> Tensor:
         """Raw logits [..., g] of the first g slots -> calibrated confidence, same shape, fp32."""
-        slots = logits.shape[-1]
-        columns = _on_device(self.temperatures, self.curves, logits.device)[:, :slots]
-        temperatures, a, b, d = columns.unbind(0)
-        log_product = F.logsigmoid(logits.float() / temperatures).cumsum(-1)
-        log_product = log_product.clamp(_LOG_SMALLEST, -_SMALLEST)
-        bent = a * log_product - b * torch.log(-torch.expm1(log_product)) + d
-        log_survival = F.logsigmoid(bent).cummin(-1).values
-        before = F.pad(log_survival[..., :-1], (1, 0))
-        return (log_survival - before).exp()
+        return ops.calibrate(logits, _on_device(self.temperatures, self.curves, logits.device))
 
     @property
     def setting(self) -> str:

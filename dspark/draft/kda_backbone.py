@@ -11,7 +11,6 @@ the convolution, C = 3 H K channels of q, k and v.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark import ops
@@ -19,14 +18,11 @@ from dspark.draft.attention import SITU_BETA, SITU_LINEAR_BETA
 from dspark.draft.config import DraftConfig
 from dspark.draft.kda import (
     KDALayer,
-    context_heads,
     kda_shape,
-    log_decay,
-    wide,
 )
 from dspark.draft.kda_context import KDAContext
 from dspark.draft.kda_packed import PackedKDA, PackedKDALayer, pack_kda
-from dspark.draft.packed import weight_stamp
+from dspark.draft.packed import project, weight_stamp
 from dspark.k3.storage import Storage
 
 
@@ -52,36 +48,17 @@ class KDABackbone:
         ragged = isinstance(kept, Tensor) or len(set(kept)) > 1
         if not ragged:
             features = features[:, : kept[0]]
-        weights, count = context.weights, features.shape[1]
-        config, layers = self.config, self.config.num_layers
-        width = config.num_attention_heads * config.head_dim
-        sizes = (3 * layers * width, layers * self.shape.gate_rank, -1)
-        rest = weights.context.shape[0] - sum(sizes[:2])
-        rows, low, beta = F.linear(features, weights.context).split((*sizes[:2], rest), -1)
-        before = context.window.shape[1]
-        windowed = torch.cat((context.window.flatten(2), rows), 1)
-        keys = windowed[..., layers * width :]
-        k, v = context_heads(keys, weights.conv, layers * config.num_attention_heads)
-        # each layer widens its own low-rank decay: [L, B*n, R] x [L, R, HK]
-        low = low.reshape(-1, layers, self.shape.gate_rank).transpose(0, 1)
-        f = torch.bmm(low, weights.decay).transpose(0, 1).reshape(k.shape)
-        g = log_decay(f, weights.dt_bias, weights.rate, self.shape.gate_lower_bound)
-        beta = wide(beta).sigmoid()
-        if ragged:
-            keep = torch.as_tensor(kept, device=g.device)[:, None]
-            dropped = torch.arange(count, device=g.device) >= keep
-            g = g.masked_fill(dropped[..., None, None], 0.0)
-            beta = beta.masked_fill(dropped[..., None], 0.0)
-            window = windowed[
-                torch.arange(len(kept), device=g.device)[:, None],
-                keep + torch.arange(before, device=g.device),
-            ]
+        weights, count, bound = context.weights, features.shape[1], self.shape.gate_lower_bound
+        few = count <= ops.KDA_CHUNK
+        made = ops.kda_context_rows if few else ops.kda_context_text
+        k, v, g, beta, window = made(
+            project(features, weights.context), context.window.flatten(2), weights.conv,
+            weights.decay, weights.dt_bias, weights.rate, bound,
+            torch.as_tensor(kept, device=features.device) if ragged else None,
+        )  # fmt: skip
+        if few:
+            _, state = ops.kda_step(k, k, v, g, beta, context.state, count, context.room)
         else:
-            window = windowed[:, count:].clone()
-        if count <= ops.KDA_CHUNK:
-            _, state = ops.kda_step(k, k, v, g, beta, context.state, count)
-        else:
-            bound = self.shape.gate_lower_bound
             _, state = ops.kda_chunk(k, k, v, g, beta, context.state, bound)
         context.hold(state, window.view_as(context.window))
 

@@ -57,12 +57,18 @@ class KDAContext(DraftContext):
             ]
         )
 
+    @property
+    def room(self) -> Tensor | None:
+        """Where the next states are written: over these, or, None, to memory of their own."""
+        return None if self._storage is None else self.state
+
     def hold(self, state: Tensor, window: Tensor) -> None:
         """From now on the context is this."""
         if self._storage is None:
             self.state, self.window = state, window
         else:
-            self.state.copy_(state)
+            if state is not self.state:
+                self.state.copy_(state)
             self.window.copy_(window)
 
     @property

@@ -25,6 +25,7 @@ from dspark.draft.calibration import Calibration
 from dspark.draft.config import DraftConfig
 from dspark.draft.context import DraftContext
 from dspark.draft.heads import ConfidenceHead, sequential_head
+from dspark.draft.packed import project
 from dspark.draft.vocabulary import vocabulary_ids, vocabulary_maps
 from dspark.k3.storage import Storage
 from dspark.taps import TapSet
@@ -96,7 +97,12 @@ class DSparkDrafter(nn.Module):
 
     def features(self, taps: Tensor) -> Tensor:
         """Context features c of concatenated taps, ascending layer id: [..., N*D] -> [..., D]."""
-        projected, norm = self.fc(taps.to(self.fc.weight.dtype)), self.hidden_norm
+        taps = taps.to(self.fc.weight.dtype)
+        if not torch.is_grad_enabled() and taps.dim() == 3:
+            projected = project(taps, self.fc.weight)
+        else:
+            projected = self.fc(taps)
+        norm = self.hidden_norm
         kinds = projected.dtype, norm.weight.dtype
         if kinds == (torch.bfloat16, torch.float32) and ops.by_kernel("norm_rows", projected):
             return passes.normed(projected, norm.weight, norm.eps)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dspark import ops
@@ -139,3 +140,10 @@ def weight_stamp(weights: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
     """Changes whenever one of the tensors is replaced, moved, cast or written in place."""
     # Tensors made under inference_mode keep no version and cannot be trained, only replaced.
     return tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights)
+
+
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T, [B, n, I] -> [B, n, O]: of few rows as products that only read weights are done."""
+    if x.shape[0] * x.shape[1] > ops.FEW_ROWS:
+        return F.linear(x, weight)
+    return ops.linear_rows(x.flatten(0, 1), weight).unflatten(0, x.shape[:2])

@@ -64,8 +64,8 @@ def kda_linear(
     split = (3 * channels, channels, decay.shape[0], heads)
     rows, gate, low, beta = inputs.split(split, -1)
     rows = torch.cat((window.flatten(2), rows), 1)
-    q, k, v = _convolved(rows, conv, heads).unbind(-3)
-    q, k = _unit(q) * width**-0.5, _unit(k)
+    q, k, v = convolved(rows, conv, 3, heads).unbind(-3)
+    q, k = unit(q) * width**-0.5, unit(k)
     f = (low @ decay).view(k.shape)
     g = lower_bound * torch.sigmoid(rate * (wide(f) + dt_bias))
     beta = wide(beta).sigmoid()
@@ -90,17 +90,18 @@ def slot_softmax(q: Tensor, k: Tensor, v: Tensor, sharpness: Tensor) -> Tensor:
     return torch.matmul(scores.softmax(-1), v).transpose(1, 2)
 
 
-def _convolved(windowed: Tensor, conv: Tensor, heads: int) -> Tensor:
-    """silu of the causal convolution: [B, W-1+G, C] -> [B, G, 3, H, K]."""
+def convolved(windowed: Tensor, conv: Tensor, parts: int, heads: int) -> Tensor:
+    """silu of the causal convolution: [B, W-1+G, C] -> [B, G, parts, H, K]."""
     rows = windowed.shape[1] - conv.shape[0] + 1
     windowed = wide(windowed)
     out = windowed[:, :rows] * conv[0]
     for i in range(1, conv.shape[0]):
         out = torch.addcmul(out, windowed[:, i : i + rows], conv[i])
-    return F.silu(out).unflatten(-1, (3, heads, -1))
+    return F.silu(out).unflatten(-1, (parts, heads, -1))
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit(x: Tensor) -> Tensor:
+    """x / sqrt(sum x^2 + eps) over the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 

@@ -30,7 +30,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
-def _part(
+def part_of(
     rows, before, conv, part, head, t, d, row_stride, step, part_step,
     SLOTS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
@@ -50,12 +50,12 @@ def _part(
 
 
 @triton.jit
-def _unit(x):
+def unit(x):
     return x * tl.rsqrt(tl.sum(x * x, 1) + UNIT_EPS)[:, None]
 
 
 @triton.jit
-def _log_decay(
+def log_decay(
     low, decay, dt_bias, rate, head, t, d, row_stride, bound,
     SLOTS: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -140,12 +140,18 @@ def _kda_linear(
     )  # fmt: skip
     rows = inputs + request * input_stride
     before = window + request * window_stride
-    q = _part(rows, before, conv, 0, head, t, d, ROW, step, part_step, SLOTS, CHANNELS, WIDTH, TAPS)
-    k = _part(rows, before, conv, 1, head, t, d, ROW, step, part_step, SLOTS, CHANNELS, WIDTH, TAPS)
-    v = _part(rows, before, conv, 2, head, t, d, ROW, step, part_step, SLOTS, CHANNELS, WIDTH, TAPS)
-    q, k = _unit(q), _unit(k)
-    g = _log_decay(rows + 4 * CHANNELS, decay, dt_bias, rate, head, t, d, ROW, bound,
-                   SLOTS, CHANNELS, WIDTH, RANK, CHUNK)  # fmt: skip
+    q = part_of(
+        rows, before, conv, 0, head, t, d, ROW, step, part_step, SLOTS, CHANNELS, WIDTH, TAPS
+    )
+    k = part_of(
+        rows, before, conv, 1, head, t, d, ROW, step, part_step, SLOTS, CHANNELS, WIDTH, TAPS
+    )
+    v = part_of(
+        rows, before, conv, 2, head, t, d, ROW, step, part_step, SLOTS, CHANNELS, WIDTH, TAPS
+    )
+    q, k = unit(q), unit(k)
+    g = log_decay(rows + 4 * CHANNELS, decay, dt_bias, rate, head, t, d, ROW, bound,
+                  SLOTS, CHANNELS, WIDTH, RANK, CHUNK)  # fmt: skip
     at = rows + t * ROW + 4 * CHANNELS + RANK + head
     beta = tl.sigmoid(tl.load(at, mask=t < SLOTS, other=0.0).to(tl.float32))
     o = _block(q * scale, k, v, g, beta, S, t, ORDER, EXACT, T, PRECISION)
