@@ -10,11 +10,14 @@ import transformers
 
 from dspark.errors import UserError
 from dspark.runtime.graph_decode import GraphDecoder
+from dspark.runtime.graph_prompts import PromptReader
+from dspark.runtime.graph_reading import StaticReader
 from dspark.runtime.graph_replay import NotRecorded, Replay
 from dspark.runtime.hf_open import hf_target
 from dspark.runtime.hf_target import RowTarget
 from dspark.runtime.plain import plain_generate
 from dspark.runtime.policies import Auto, Fixed
+from dspark.runtime.requests import Request
 from dspark.runtime.sampling import SamplingParams
 from dspark.runtime.static_pass import unrecordable
 from dspark_eval.device_profile import profile
@@ -58,6 +61,33 @@ def test_experts_in_bfloat16_are_recorded(name: str) -> None:
     assert decoder.turns.recorded
     texts = [[g.tokens for g in decoder.generate_many(requests())] for _ in range(2)]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-window"])
+@pytest.mark.parametrize("draft", [False, True])
+def test_recorded_reading_says_what_an_eager_one_does(name: str, draft: bool) -> None:
+    """Prompts that end before, at and behind the ends of chunks, on seats that are used again."""
+    target = on_gpu(name)
+    drafter = drafter_for(target).to(GPU) if draft else None
+    lengths = (1, 63, 64, 65, 256, 300, 321, 600)
+    asked = [Request(prompt_of(n), 12, end_token_ids=(), index=n) for n in lengths]
+    texts = []
+    for reader in (None, PromptReader(target, drafter)):
+        decoder = GraphDecoder(target, drafter, seats=2, max_length=640, reader=reader)
+        if reader is None:
+            assert isinstance(decoder.reader, StaticReader)
+            assert decoder.reader.recorded
+        texts.append([g.tokens for g in decoder.generate_many(asked)])
+    same = sum(a == b for a, b in zip(*texts, strict=True))
+    assert same >= len(asked) - 1  # chunks of two sizes round differently
+
+
+def test_reading_a_prompt_waits_for_nothing_in_between() -> None:
+    """Ids go to the device before the first chunk; from there on the host only queues."""
+    target = on_gpu("llama")
+    reader = GraphDecoder(target, drafter_for(target).to(GPU), max_length=640).reader
+    one, many = (profile(lambda n=n: reader.read(prompt_of(n)), 1) for n in (30, 600))
+    assert many.waits == one.waits
 
 
 def test_sizes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,11 @@ class AttentionContext(DraftContext):
                 each.keys[:, row].zero_()
                 each.values[:, row].zero_()
             return
+        if other.fixed:
+            for each, theirs in zip(self.buffers, other.buffers, strict=True):
+                each.keys[:, row] = theirs.keys[:, 0]
+                each.values[:, row] = theirs.values[:, 0]
+            return
         for mine, its in zip(self.of_layer, other.of_layer, strict=True):
             for buffer, rows in zip(mine[1:], its[1:], strict=True):
                 mine[0].copy_row(buffer[row], rows[0], its[0], other.row_lengths[0])

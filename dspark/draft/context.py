@@ -158,22 +158,28 @@ class DraftContext:
     def put(self: Self, row: int, other: Self) -> None:
         """Replace a batch row by the only row of another context of the same drafter: it joins.
 
+        `other` may have fixed shapes if this context has them too and was made for the same length.
+
         Raises:
-            ValueError: `other` has more rows than one, fixed shapes or other weights, its text is
-                too long for this context, or there is no such row.
+            ValueError: `other` has more rows than one or other weights, fixed shapes that are not
+                those of this context, its text is too long for it, or there is no such row.
         """
         self._check_row(row)
         if type(other) is not type(self) or other.weights is not self.weights:
             raise ValueError("put: the other context belongs to another drafter, or other weights")
-        if other.batch != 1 or other.fixed:
-            raise ValueError("put: a context of one row, its length known to the host, is needed")
+        same = self.fixed and self.max_length == other.max_length
+        if other.batch != 1 or (other.fixed and not same):
+            raise ValueError(
+                "put: a context of one row, its length known to the host or its shapes fixed like "
+                "those of this one, is needed"
+            )
         if other.row_lengths[0] > self.max_length:
             raise ValueError(
                 f"put: a text of {other.row_lengths[0]} tokens into a context made for "
                 f"{self.max_length}"
             )
         self._write_row(row, other)
-        self._set_length(row, other.row_lengths[0])
+        self._set_length(row, other.lengths[0] if other.fixed else other.row_lengths[0])
 
     def reset(self, row: int) -> None:
         """Forget a batch row: its request left. Whatever it held, also NaN, is overwritten."""
@@ -204,8 +210,9 @@ class DraftContext:
         if not 0 <= row < self.batch:
             raise ValueError(f"row {row}: expected 0..{self.batch - 1}")
 
-    def _set_length(self, row: int, length: int) -> None:
+    def _set_length(self, row: int, length: int | Tensor) -> None:
         if self._lengths is None:
+            assert isinstance(length, int)
             self.row_lengths[row] = length
             return
         if not self._in_place:
@@ -214,7 +221,10 @@ class DraftContext:
         self._lengths[row] = length
 
     def _write_row(self: Self, row: int, other: Self | None) -> None:
-        """Overwrite all that is held of a row by the other's only row, or by zeros."""
+        """Overwrite all that is held of a row by the other's only row, or by zeros.
+
+        Another of fixed shapes has buffers of the same shapes: all they hold is copied.
+        """
         raise NotImplementedError
 
     def _select_rows(self, rows: Tensor) -> None:

@@ -136,6 +136,9 @@ class MLAContext(DraftContext):
             if other is None:
                 latents[row].zero_()
                 continue
+            if other.fixed:
+                latents[row] = other.latents[layer][0]
+                continue
             theirs = other.latents[layer][0], other.rings[layer]
             ring.copy_row(latents[row], *theirs, other.row_lengths[0])
 

@@ -3,10 +3,11 @@
     queue      frame n
     read       the letter of frame n - 1, while frame n runs
 
-Prompts are read by the ordinary target and drafter; their cache and context are then loaded into
-static ones. From there on the device decides alone: what was accepted, where a text ends, what the
-next frame starts from. A text that the host ends (a stop string) leaves its seat one frame later,
-and what that frame said of it is dropped. On a CPU the same frames run unrecorded.
+Prompts are read between frames, by recorded passes of their own (`graph_reading`) or, where the
+target has none, by the ordinary target and drafter; what they left is loaded into the seats. From
+there on the device decides alone: what was accepted, where a text ends, what the next frame starts
+from. A text that the host ends (a stop string) leaves its seat one frame later, and what that frame
+said of it is dropped. On a CPU the same frames run unrecorded.
 
 Frames have one size for the whole run or, under a policy, a few, each recorded once: which is next
 depends on letters that were read (`graph_sizes`). No rules: they would need the host in between.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +31,8 @@ from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.faults import raise_fault
 from dspark.runtime.graph_draft import Drafting
 from dspark.runtime.graph_frame import FrameResult, GraphFrame
-from dspark.runtime.graph_prompts import PromptReader
+from dspark.runtime.graph_prompts import PromptReader, Reader
+from dspark.runtime.graph_reading import StaticReader
 from dspark.runtime.graph_replay import NotRecorded, Replay
 from dspark.runtime.graph_run import GraphRun
 from dspark.runtime.graph_seats import Chances, GraphSeats
@@ -61,7 +64,7 @@ class GraphDecoder:
         sizes: Of frames it may choose from, beside the longest; see `frame_sizes`.
         sampling: Of all requests.
         static: The target's static pass, where several decoders share one; None: a new one.
-        reader: Of prompts, likewise; with the drafter if there is one.
+        reader: Of prompts, in place of the decoder's own; with the drafter if there is one.
         on_frame: Hears of every frame that is queued; for measurements.
 
     Raises UserError for a pair that cannot work together, or that a frame cannot hold, for a policy
@@ -80,7 +83,7 @@ class GraphDecoder:
         sizes: Sequence[int] = SMALL,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008  frozen
         static: StaticPass | None = None,
-        reader: PromptReader | None = None,
+        reader: Reader | None = None,
         on_frame: Callable[[FrameResult], None] | None = None,
     ) -> None:
         if seats < 1 or max_length < 1:
@@ -95,7 +98,7 @@ class GraphDecoder:
         self.length, self.sampling = self.sizes[-1], sampling
         self.rule = size_rule(self.policy, self.sizes, seats, block)
         self.decoder = static_pass(target) if static is None else static
-        self.reader = PromptReader(target, drafter) if reader is None else reader
+        self._reader = reader
         self.on_frame = on_frame
         self.frame_s: list[float] = []
         """Seconds of every frame that was read."""
@@ -131,16 +134,28 @@ class GraphDecoder:
             self.drafting = Drafting(drafter, DraftHead(target, drafter.draft_ids), context)
         self._alone = Chances(self.sampling, 1, target.device)
         try:
-            self.turns = self._record(Chances(self.sampling, seats, target.device))
+            pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
+            self.turns = self._record(Chances(self.sampling, seats, target.device), pool)
+            self.reader = self._own_reader(pool) if self._reader is None else self._reader
         except NotRecorded as error:
             raise not_recorded(target, str(error)) from error
         self.lanes = Lanes(target.device)
         for seat in range(seats):  # recording ran frames on nothing
             self.empty(seat)
 
-    def _record(self, chances: Chances) -> Turns[FrameResult]:
+    def _own_reader(self, pool: Any) -> Reader:
+        """Recorded, where the static pass reads prompts."""
+        reading = self.decoder.reading(self.max_length)
+        if reading is None:
+            return PromptReader(self.target, self.drafter)
+        drafting = self.drafting
+        if drafting is None:
+            return StaticReader(self.decoder, reading, None, 0, pool)
+        length = drafting.context.max_length
+        return StaticReader(self.decoder, reading, drafting.drafter, length, pool)
+
+    def _record(self, chances: Chances, pool: Any) -> Turns[FrameResult]:
         target, most, drafting = self.target, self.length, self.drafting
-        pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
         self._waiting: WaitingTaps | None = None
         if drafting is not None and 0 in self.sizes:
             width = len(drafting.drafter.taps.layer_ids) * target.hidden_size

@@ -1,4 +1,6 @@
-"""Prompts on their way into the seats of frames: read by the ordinary target and drafter.
+"""Prompts on their way into the seats of frames, read by the ordinary target and drafter.
+
+Targets whose static pass takes many rows read them otherwise: `dspark.runtime.graph_reading`.
 
 A `PromptReader` reads; one that `remembers` gives what it has read before without another pass, for
 measurements that ask the same prompts in several ways.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from torch import Tensor
 from dspark.draft.context import DraftContext
 from dspark.draft.model import DSparkDrafter
 from dspark.runtime.prefill import read_prompt
+from dspark.runtime.static_pass import StaticSeats
 from dspark.runtime.target import Cache, Target
 
 
@@ -22,9 +26,17 @@ from dspark.runtime.target import Cache, Target
 class ReadPrompt:
     """cache, context: of one row; last: [1, D], what the prompt's logits come from."""
 
-    cache: Cache
+    cache: Cache | StaticSeats
     context: DraftContext | None
     last: Tensor
+
+
+class Reader(Protocol):
+    """Whoever reads prompts for frames."""
+
+    def read(self, prompt_ids: Sequence[int]) -> ReadPrompt:
+        """A prompt, not to be changed by whoever asked for it, nor kept beyond the next one."""
+        ...
 
 
 class PromptReader:

@@ -21,7 +21,12 @@ from dspark.runtime.hf_layer import RowLayer
 from dspark.runtime.hf_norms import FusedNorms
 from dspark.runtime.hf_static_cache import HFStaticCache, LayerShape
 from dspark.runtime.hf_target import RowTarget
+from dspark.runtime.static_pass import Reading
 from dspark.taps import TapSet
+
+CHUNKS = (64, 256)
+"""Rows of the passes that read a prompt. A small model takes as long for the one as for the other,
+a large one little longer for 64 than for one row."""
 
 
 class HFStatic:
@@ -50,6 +55,13 @@ class HFStatic:
         windows = self.target.mask_windows
         place = (self.dtype, self.device)
         return HFStaticCache(self._shapes, windows, batch, max_length, rows, *place)
+
+    def reading(self, max_length: int) -> Reading:
+        """A seat for prompts; see `StaticPass.reading`."""
+        rows = CHUNKS[: 1 + sum(size < max_length for size in CHUNKS[:-1])]
+        seat = self.new_cache(1, max_length, rows[-1])
+        seat.clears = False
+        return Reading(seat, rows)
 
     def step(
         self, tokens: Tensor, cache: HFStaticCache, *, taps: TapSet | None = None

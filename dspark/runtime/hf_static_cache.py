@@ -123,13 +123,16 @@ class HFStaticCache:
         device: torch.device,
     ) -> None:
         self.max_length, self.most_rows = max_length, rows
+        self.clears = True
+        """Whether a shorter step clears places. Where a text is read from its beginning, onto
+        zeros and every place once, there is nothing to clear."""
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.accepted = torch.zeros(batch, dtype=torch.int64, device=device)
         places = -(-(max_length + rows) // ALIGNED) * ALIGNED
         self._columns = torch.arange(places, device=device)
         seat = torch.arange(batch, device=device).unsqueeze(1)
         self._places = _Places(seat, self._columns[:rows].expand(batch, rows))
-        self._windows = tuple(windows)
+        self._shapes, self._windows = tuple(shapes), tuple(windows)
         self._open, self._shut = (
             torch.full((), number, dtype=dtype, device=device)
             for number in (0.0, torch.finfo(dtype).min)
@@ -172,10 +175,10 @@ class HFStaticCache:
     def begin(self, count: int) -> Rows:
         """Announce a step of ``count`` rows; the model then writes them."""
         at = self.lengths.unsqueeze(1) + self._columns[: self.most_rows]
-        if count < self.most_rows:
+        if count < self.most_rows and self.clears:
             for held in self._all():
                 held[:, self._places.seat, :, at[:, count:]] = self._open.to(held.dtype)
-            at = at[:, :count]
+        at = at[:, :count]
         self._places.place = at
         behind = at.unsqueeze(2) - self._columns
         future = behind < 0
@@ -192,13 +195,16 @@ class HFStaticCache:
             },
         )
 
-    def load(self, seat: int, cache: Cache) -> None:
-        """Seat the request of a cache of one row, which stays as it is.
+    def load(self, seat: int, cache: Cache | HFStaticCache) -> None:
+        """Seat the request of a cache of one row, or of one seat, which stays as it is.
 
         Raises:
             RuntimeError: rows are pending there.
             ValueError: the request is longer than ``max_length``, or of another model.
         """
+        if isinstance(cache, HFStaticCache):
+            self._copy(seat, cache)
+            return
         if not isinstance(cache, RowCache) or len(cache.rings) != len(self._layers):
             raise ValueError(f"a {type(cache).__name__} of another kind of target")
         given = cache.snapshot(0)
@@ -216,6 +222,16 @@ class HFStaticCache:
                 first = given.length - len(rows)
                 held[seat, :, first : given.length] = rows.transpose(0, 1)
         self.lengths[seat] = given.length
+
+    def _copy(self, seat: int, other: HFStaticCache) -> None:
+        """What another cache holds in its only seat; its length is not read."""
+        theirs = (other.batch, other.max_length, other._shapes)
+        if theirs != (1, self.max_length, self._shapes):
+            raise ValueError("a seat of another length, or of another kind of target")
+        for held, its in zip(self._all(), other._all(), strict=True):
+            held[:, seat, :, : self.max_length] = its[:, 0, :, : self.max_length]
+            held[:, seat, :, self.max_length :] = 0
+        self.lengths[seat] = other.lengths[0]
 
     def reset(self, seat: int) -> None:
         """Empty a seat; whatever it held, also NaN, is gone."""

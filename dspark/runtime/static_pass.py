@@ -12,6 +12,7 @@ Letters: B seats, T rows of a step, D hidden, V vocab, N taps.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -54,7 +55,8 @@ class StaticSeats(Protocol):
         ...
 
     def load(self, seat: int, cache: Any) -> None:
-        """Seat the only request of an ordinary cache of the target, which stays as it is.
+        """Seat the only request of an ordinary cache of the target, or of the seat of a `Reading`;
+        it stays as it is.
 
         Raises ValueError for one of another model, or longer than the seats.
         """
@@ -63,6 +65,14 @@ class StaticSeats(Protocol):
     def reset(self, seat: int) -> None:
         """Empty a seat; whatever it held, also NaN, is gone. An empty seat may be stepped."""
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What prompts are read with: a seat, and the rows of the passes that read it, ascending."""
+
+    seat: StaticSeats
+    rows: tuple[int, ...]
 
 
 class StaticPass(Protocol):
@@ -93,6 +103,11 @@ class StaticPass(Protocol):
 
         cache: One of this pass's own. `StepOutput.last` is what `logits` takes.
         """
+        ...
+
+    def reading(self, max_length: int) -> Reading | None:
+        """One seat of its own for prompts of ``max_length`` tokens; steps of it leave rows that do
+        not count behind its length. None: the ordinary target reads prompts."""
         ...
 
     def logits(self, last: Tensor) -> Tensor:

@@ -88,6 +88,9 @@ class StaticDecoder:
         place = (self.dtype, self.device)
         return StaticCache(self.config, batch, max_length, rows, *place, slots=slots)
 
+    def reading(self, max_length: int) -> None:
+        """None: a step takes few rows, so the model itself reads prompts."""
+
     def step(
         self,
         tokens: Tensor,
