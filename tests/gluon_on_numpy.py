@@ -100,6 +100,22 @@ def _mma(a: Tensor, b: Tensor, total: Tensor, input_precision: str) -> Tensor:
     return _block((np.asarray(total) + _tf32(a) @ _tf32(b)).astype(np.float32))
 
 
+def _copy(shared: Shared, ptr: Pointer, mask: Any = True, cache_modifier: str = "") -> None:
+    shared.store(_load(ptr, mask))
+
+
+def _copies() -> ModuleType:
+    """`ampere.async_copy`; a copy is done where it is asked for."""
+    module = ModuleType("async_copy")
+    done: dict[str, Any] = {
+        "async_copy_global_to_shared": _copy,
+        "commit_group": lambda: None, "wait_group": lambda left: None,
+    }  # fmt: skip
+    for name, value in done.items():
+        setattr(module, name, value)
+    return module
+
+
 def _language(place: list[int]) -> ModuleType:
     """`triton.experimental.gluon.language`, as far as kernels here use it."""
     gl = ModuleType("language")
@@ -157,7 +173,7 @@ def on_numpy(*modules: ModuleType) -> tuple[ModuleType, list[int]]:
     experimental.gluon = gluon  # type: ignore[attr-defined]
     gluon.jit = gluon.constexpr_function = lambda f: f  # type: ignore[attr-defined]
     gluon.language = _language(place)  # type: ignore[attr-defined]
-    ampere.mma_v2 = _mma  # type: ignore[attr-defined]
+    ampere.mma_v2, ampere.async_copy = _mma, _copies()  # type: ignore[attr-defined]
     names = {base: experimental, f"{base}.gluon": gluon, f"{base}.gluon.language": gluon.language,
              f"{base}.gluon.language.nvidia.ampere": ampere}  # fmt: skip
     for module in modules:

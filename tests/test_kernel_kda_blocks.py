@@ -58,7 +58,7 @@ def test_step(
     launch(
         module.step_block_kernel, place, V // (16 * warps) * B * H,
         q, k, v, a, b, state, out, end, A, dt, K**-0.5, BOUND, keep, *strides(q, k, v, a, b),
-        T=T, H=H, K=K, V=V, WARPS=warps, WRITE=keep > 0, EARLY=False,
+        T=T, H=H, K=K, V=V, WARPS=warps, WRITE=keep > 0, COPIED=warps == 4, EARLY=False,
     )  # fmt: skip
     g = kda_decode.log_decay(a.double().flatten(2), A.double(), dt.double(), BOUND)
     unit_q, unit_k = kda_decode.unit(q.double()) * K**-0.5, kda_decode.unit(k.double())
@@ -118,6 +118,17 @@ def test_where_blocks_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not kda_blocks.in_blocks(8, 128, -11.0)
 
 
+def test_which_states_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that begin on 16 bytes, each of them, where there is shared memory for one."""
+    states = torch.zeros(2, 1, 64, 64)
+    monkeypatch.setattr(kda_blocks, "_room", lambda: 227 * 2**10)
+    assert kda_blocks.copied(states)
+    assert not kda_blocks.copied(torch.zeros(2 * 64 * 64 + 1)[1:].view(2, 1, 64, 64))
+    assert not kda_blocks.copied(torch.zeros(2, 64 * 64 + 8)[:, : 64 * 64].view(2, 1, 64, 64))
+    monkeypatch.setattr(kda_blocks, "_room", lambda: 48 * 2**10)
+    assert not kda_blocks.copied(states)
+
+
 COMPILE = """
 import sys, triton
 from importlib import import_module
@@ -141,7 +152,12 @@ print(made.asm["ptx"].count("mma.sync.aligned.m16n8k8.row.col.f32.tf32"))
 @pytest.mark.parametrize(
     ("name", "arch", "sizes", "products"),
     [
-        ("step", 90, "T=8 H=2 K=64 V=64 WARPS=4 WRITE=True EARLY=True", 48 + 8 + 32 + 6),
+        (
+            "step",
+            90,
+            "T=8 H=2 K=64 V=64 WARPS=4 WRITE=True COPIED=True EARLY=True",
+            48 + 8 + 32 + 6,
+        ),
         (
             "round",
             80,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from dspark_kernels.kda_block_places import (
     right_places,
@@ -138,6 +138,41 @@ def places_in(K: gl.constexpr, V: gl.constexpr, warps: gl.constexpr):
 def load_state(tile, STEP: gl.constexpr):
     """From places `places_in` and STEP, 2 STEP, 3 STEP behind them."""
     return gl.load(tile), gl.load(tile + STEP), gl.load(tile + 2 * STEP), gl.load(tile + 3 * STEP)
+
+
+@gluon.jit
+def ask_state(start, K: gl.constexpr, V: gl.constexpr, warps: gl.constexpr):
+    """16 columns a warp of a state [K, V] set out for shared memory, where `arrived` finds them.
+
+    The compiler leaves copies where they stand. Loads of a state it puts off until other loads have
+    brought what is computed first, and so they begin when those have ended.
+    """
+    columns: gl.constexpr = 16 * warps
+    wide: gl.constexpr = gl.BlockedLayout(
+        [1, 4], [128 // columns, columns // 4], [warps, 1], [1, 0]
+    )
+    key = gl.arange(0, K, gl.SliceLayout(1, wide))[:, None]
+    column = gl.arange(0, columns, gl.SliceLayout(0, wide))[None, :]
+    asked = gl.allocate_shared_memory(
+        gl.float32, [K, columns], gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+    )
+    async_copy.async_copy_global_to_shared(asked, start + key * V + column, cache_modifier=".cg")
+    async_copy.commit_group()
+    return asked
+
+
+@gluon.jit
+def arrived(asked, warps: gl.constexpr):
+    """What `ask_state` has brought, as `load_state` leaves it."""
+    N: gl.constexpr = asked.shape[0] // 4
+    places: gl.constexpr = state_places(N, warps)
+    async_copy.wait_group(0)
+    return (
+        asked.slice(0, N).load(places),
+        asked.slice(N, N).load(places),
+        asked.slice(2 * N, N).load(places),
+        asked.slice(3 * N, N).load(places),
+    )
 
 
 @gluon.jit

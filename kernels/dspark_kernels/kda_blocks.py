@@ -8,17 +8,34 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
+from triton.runtime import driver
 
 from dspark_kernels.kda_rows_triton import MAX_EXPONENT
 
 MAX_ROWS = 8
 WIDTHS = (64, 128)
+SHARED = 64 * 2**10
+"""Bytes of shared memory that a step with its state in them may take."""
 
 
 def in_blocks(rows: int, K: int, bound: float) -> bool:
     """Whether they do. Their decays are factored: ``bound`` must promise a range (0: none)."""
     fits = 1 < rows <= MAX_ROWS and K in WIDTHS and 0.0 < -bound * rows <= MAX_EXPONENT
     return fits and _matrix_units()
+
+
+def copied(state: Tensor) -> bool:
+    """Whether copies of 16 bytes may bring a state into shared memory: where it begins, the
+    compiler must be told that it does so on 16 bytes, and there must be room for it."""
+    return state.data_ptr() % 16 == 0 and state.stride(0) % 16 == 0 and _room() >= SHARED
+
+
+@cache
+def _room() -> int:
+    """Bytes of shared memory that a program may ask for."""
+    device = torch.cuda.current_device()
+    return int(driver.active.utils.get_device_properties(device)["max_shared_mem"])
 
 
 @cache

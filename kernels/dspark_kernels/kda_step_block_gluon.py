@@ -27,6 +27,8 @@ from dspark_kernels.kda_block_gluon import (
 )
 from dspark_kernels.kda_block_places import row_places, solve_places, state_places, sum_places
 from dspark_kernels.kda_block_state_gluon import (
+    arrived,
+    ask_state,
     load_state,
     places_in,
     rows_across,
@@ -43,9 +45,12 @@ def step_block_kernel(
     scale, bound, keep,
     s_qb, s_qt, s_kb, s_kt, s_vb, s_vt, s_gb, s_gt, s_bb, s_bt,
     T: gl.constexpr, H: gl.constexpr, K: gl.constexpr, V: gl.constexpr, WARPS: gl.constexpr,
-    WRITE: gl.constexpr, EARLY: gl.constexpr,
+    WRITE: gl.constexpr, COPIED: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """The first ``keep`` rows enter the state at ``end_ptr``, all are read."""
+    """The first ``keep`` rows enter the state at ``end_ptr``, all are read.
+
+    COPIED: the state begins on 16 bytes and comes by copies, behind which no load waits.
+    """
     BV: gl.constexpr = 16 * WARPS
     rows: gl.constexpr = row_places(K, WARPS)
     room = room_for(K, WARPS)
@@ -61,7 +66,8 @@ def step_block_kernel(
     a += gl.load(dt_ptr + h * K + ks)
     rate = gl.exp2(LOG2E * gl.load(rate_ptr + h))
     tile = (b * H + h) * K * V + part * BV + places_in(K, V, WARPS)
-    state = load_state(state_ptr + tile, K // 4 * V)
+    if not COPIED:
+        state = load_state(state_ptr + tile, K // 4 * V)
     v_places: gl.constexpr = state_places(8, WARPS)
     tv = gl.arange(0, 8, gl.SliceLayout(1, v_places))[:, None]
     cols = part * BV + gl.arange(0, BV, gl.SliceLayout(0, v_places))[None, :]
@@ -72,11 +78,15 @@ def step_block_kernel(
     beta_ptr += b * s_bb + h
     beta = gl.load(beta_ptr + j * s_bt, mask=j < T, other=-float("inf")).to(gl.float32)
     factor = gl.load(beta_ptr + s * s_bt, mask=s < T, other=-float("inf")).to(gl.float32)
+    if COPIED:
+        asked = ask_state(state_ptr + (b * H + h) * K * V + part * BV, K, V, WARPS)
 
     room[4].store(gl.where(real, (LOG2E * bound) * sigmoid(rate * a), 0.0))
     put_rows(room, unit(k), scale * unit(q), keep, True, WRITE, WARPS)
     put_grams(room, True, WARPS)
     put_sums(room, gl.where(s < 8, sigmoid(factor), -1.0), WARPS)
+    if COPIED:
+        state = arrived(asked, WARPS)
     state = state_across(state, WARPS)
     found, read = seen_by_both(state, room[0], room[1], WARPS)
     put_solution(room, sigmoid(beta), WARPS)

@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from dspark_kernels.kda_blocks import block_kernel, in_blocks
+from dspark_kernels.kda_blocks import block_kernel, copied, in_blocks
 from dspark_kernels.kda_rows_triton import MAX_EXPONENT, PRODUCTS
 from dspark_kernels.kda_step_chain_triton import chain_kernel, row_kernel
 from dspark_kernels.kda_step_tree_triton import tree_kernel
@@ -110,7 +110,8 @@ def _chain(
         warps = min(BLOCK_WARPS, V // 16, K // 16)
         block_kernel("step")[(V // (16 * warps) * B * H,)](
             *tensors, *numbers, keep, *_strides(q, k, v, g, beta),
-            T=T, H=H, K=K, V=V, WRITE=keep > 0, WARPS=warps, num_warps=warps, **_launch(B * H),
+            T=T, H=H, K=K, V=V, WRITE=keep > 0, COPIED=B * H <= FEW and copied(state),
+            WARPS=warps, num_warps=warps, **_launch(B * H),
         )  # fmt: skip
         return read, new
     BV, VV = CHAIN_SHAPES[B * H > FEW]
