@@ -14,13 +14,14 @@ from dspark.distill.fingerprint import tokenizer_fingerprint
 from dspark.distill.identity import identity_warnings
 from dspark.draft.record import TargetRecord
 from dspark.errors import UserError
+from dspark.runtime.asked import check_draft_length
 from dspark.runtime.records import Generation, RoundRecord
 from dspark_eval import speed
 from dspark_eval.bench import run_bench
 from dspark_eval.document import RUN_KEYS
 from dspark_eval.lengths import require_proposals
 from dspark_eval.mismatches import find_mismatches, first_divergence
-from dspark_eval.pair import check_draft_length, load_pair
+from dspark_eval.pair import load_pair
 from dspark_eval.settings import BenchOptions
 from dspark_eval.speed import PromptTimings
 from dspark_eval.transformers_peer import TransformersPeer, kimi_linear_settings

@@ -256,6 +256,20 @@ def test_policies_go_by_the_times_of_frames(
     assert any("of recorded frames" in text for text in eager["extra"]["warnings"])
 
 
+def test_the_folder_of_step_times_is_made_before_they_are_measured(
+    pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that cannot be made is said before the long work, and not behind it."""
+
+    def begin(*given: object) -> None:
+        assert (tmp_path / "new").is_dir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "bench_pair", begin)
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(options(pair, profile=True, cost_model=tmp_path / "new" / "costs.json"))
+
+
 # ------------------------------------------------------------------ what is refused
 
 

@@ -128,8 +128,9 @@ def test_text_comes_while_frames_run(
         (["--siblings", "0"], "--siblings: recorded frames do not"),
         (["--bands"], "--bands: recorded frames do not"),
         (["--policy", "throughput"], "`dspark bench --graphs --profile`"),
-        (["--max-new-tokens", f"{10**13}"], f"--max-new-tokens {10**13}: frames keep room"),
-        (["--max-new-tokens", f"{10**18}"], f"--max-new-tokens {10**18}: frames keep room"),
+        (["--max-new-tokens", f"{10**30}"], f"--max-new-tokens {10**30}: target"),
+        (["--max-new-tokens", f"{10**9}"], f"--max-new-tokens {10**9}: target"),
+        (["--draft-length", "99"], "--draft-length 99: this drafter was trained with block size"),
     ],
 )
 def test_what_frames_cannot_do_is_one_line_and_exit_code_2(

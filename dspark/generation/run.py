@@ -34,6 +34,7 @@ from dspark.generation.options import GenerateOptions
 from dspark.generation.reader import Piece, Reader
 from dspark.generation.screen import PICTURE_WIDTH, Marked, Plain, Silent
 from dspark.reading import reading_bar
+from dspark.runtime.asked import check_draft_length, check_max_new_tokens
 from dspark.runtime.cost_model import (
     COST_MODEL_FILE,
     FRAME_COSTS_FILE,
@@ -128,6 +129,8 @@ def load(options: GenerateOptions) -> Loaded:
     dtype = getattr(torch, options.dtype)
     # the drafter's config first: it costs nothing, a large target takes a minute
     config = None if options.draft is None else read_config(options.draft)
+    if config is not None:
+        check_draft_length(options.draft_length, config.block_size)
     found = load_target(options.target, dtype=dtype, device=device)
     if options.draft is None or config is None:
         chat = None if options.raw else ChatFormat(found.tokenizer)
@@ -174,6 +177,7 @@ def _frames(options: GenerateOptions, loaded: Loaded, prompt_tokens: int) -> Gra
     """What --graphs decodes with; raises UserError for what a frame cannot hold."""
     if not options.graphs:
         return None
+    check_max_new_tokens(options.max_new_tokens, loaded.target)  # seats are as long from the start
     try:
         return GraphDecoder(
             loaded.target,

@@ -63,7 +63,7 @@ def run_bench(options: BenchOptions) -> dict[str, Any]:
     """
     suite = _one_suite(options)
     pair = load_pair(options)
-    for file in (options.json, options.plot):
+    for file in (options.json, options.plot, options.cost_model if options.profile else None):
         if file is not None:
             prepare_folder(file.parent)
     say_if_busy()

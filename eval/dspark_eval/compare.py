@@ -25,6 +25,7 @@ from dspark.devices import find_device
 from dspark.distill.chat import ChatFormat, RowError
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, atomic_write_text, prepare_folder
+from dspark.runtime.asked import check_max_new_tokens
 from dspark.runtime.judge import Method
 from dspark.runtime.loading import load_target
 from dspark.runtime.records import Generation
@@ -46,7 +47,6 @@ from dspark_eval.contenders import (
 from dspark_eval.environment import describe_environment
 from dspark_eval.fidelity import fidelity_warnings
 from dspark_eval.long_context import prompts_in_context
-from dspark_eval.pair import check_max_new_tokens
 from dspark_eval.protocols import Measured, departures, protocol_document
 from dspark_eval.report import progress
 from dspark_eval.speed import Decode, hash_tokens
