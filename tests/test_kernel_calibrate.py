@@ -51,6 +51,15 @@ def test_sure_slots_keep_their_digits() -> None:
     torch.testing.assert_close(doubt, wanted, rtol=1e-3, atol=6.1e-8)
 
 
+def test_a_number_that_is_none_stays_none() -> None:
+    """From its slot on, in its row alone, as in the reference."""
+    logits = torch.randn(3, 5, device=DEVICE)
+    logits[1, 2] = torch.nan
+    found, wanted = kernel(logits, columns(5)), calibrate(logits, columns(5))
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert found.isnan().sum() == 3
+
+
 def test_what_the_kernel_refuses() -> None:
     logits, table = torch.zeros(2, 4), columns(4).cpu()
     assert "float64" in str(refuses(logits.double(), table))

@@ -132,5 +132,8 @@ def test_what_the_kernel_refuses() -> None:
     assert "one row" in str(refuses(**arguments(1, 4, 1, 1, 8, 4, 1, dtype=torch.float32)))
     turned = given["inputs"].transpose(1, 2).contiguous().transpose(1, 2)
     assert "contiguous" in str(refuses(**{**given, "inputs": turned}))
+    same = torch.tensor([4], device=DEVICE).expand(2)
+    two = arguments(2, 4, 1, 1, 8, 4, 4, dtype=torch.float32)
+    assert "contiguous" in str(refuses(**two, keep=same))
     decay = given["decay"].requires_grad_()
     assert "backward" in str(refuses(**{**given, "decay": decay}))

@@ -51,11 +51,12 @@ def _calibrate(logits, columns, out, n, G, SLOTS: tl.constexpr, LANES: tl.conste
         x = tl.load(logits + row * SLOTS + slot, mask=live, other=0.0).to(tl.float32)
         total += _log_sigmoid(x / tl.load(columns + slot))
         product = tl.minimum(tl.maximum(total, LOWEST), HIGHEST)
+        product = tl.where(total == total, product, total)  # NaN, which bounds would hide
         a, b = tl.load(columns + G + slot), tl.load(columns + 2 * G + slot)
         bent = a * product - b * tl.log(_one_minus_exp(product)) + tl.load(columns + 3 * G + slot)
         survival = _log_sigmoid(bent)
         if slot > 0:
-            survival = tl.minimum(survival, before)
+            survival = tl.where(before < survival, before, survival)
         tl.store(out + row * SLOTS + slot, tl.exp(survival - before), mask=live)
         before = survival
 

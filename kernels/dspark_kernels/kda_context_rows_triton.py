@@ -111,7 +111,7 @@ def refuses(
     keep: Tensor | None = None,
 ) -> str | None:
     """Why the kernel cannot take these; None: it can."""
-    del lower_bound, keep
+    del lower_bound
     given = (inputs, window, conv, decay, dt_bias, rate)
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return "gradients are wanted, and the kernel has no backward"
@@ -124,6 +124,6 @@ def refuses(
         return f"{count} rows of {width} channels, at most {ROWS} of 128 are taken"
     if conv.shape[0] < 2:
         return "a convolution of one row"
-    if not all(x.is_contiguous() for x in given):
+    if not all(x.is_contiguous() for x in given) or not (keep is None or keep.is_contiguous()):
         return "a tensor is not contiguous"
     return None
