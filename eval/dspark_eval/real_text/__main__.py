@@ -25,10 +25,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
 
 from dspark.console import Parser, module_command
 from dspark.devices import find_device
@@ -46,6 +44,7 @@ from dspark_eval.real_text.arms import (
     arm_config,
     find_arm,
     like,
+    overrides,
 )
 from dspark_eval.real_text.chosen import choose, real_name, timed_arms
 from dspark_eval.real_text.measuring import TEMPERATURES, measure, measured_path
@@ -82,13 +81,13 @@ def _warm(options: argparse.Namespace) -> None:
     runs = [find_run(name) for name in options.beside or (REFERENCE, *TRIED)]
     coming = {run.arm: run for run in runs if not (options.out / run.name / TRAINED).is_file()}
     if coming:
-        loaded, more = _target(options), _overrides(options.set)
+        loaded, more = _target(options), overrides(options.set)
         warm(loaded, [arm_config(find_arm(name), loaded, more) for name in coming])
 
 
 def _train(options: argparse.Namespace) -> None:
     named, chosen = find_run(options.arm), choose(options.out)
-    arm, more = named.recipe, _overrides(options.set)
+    arm, more = named.recipe, overrides(options.set)
     runs = [replace(named, seed=seed) for seed in options.seeds or [named.seed]]
     asked = {
         run: {
@@ -220,16 +219,6 @@ def _target(options: argparse.Namespace) -> LoadedTarget:
         there = torch.cuda.get_device_properties(index).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.memory * 1e9 / there), index)
     return load_target(options.target, dtype=getattr(torch, options.dtype), device=device)
-
-
-def _overrides(pairs: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        key, sign, value = pair.partition("=")
-        if not sign:
-            raise UserError(f"--set {pair}: expected key=value")
-        found[key] = yaml.safe_load(value)
-    return found
 
 
 STEPS = {

@@ -6,7 +6,10 @@ but the smaller ones have the parameters of the reference (within 2 %).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import yaml
 
 from dspark.distill.config import DistillConfig, load_config
 from dspark.errors import UserError
@@ -129,6 +132,17 @@ def arm_config(
     if abs(found / goal - 1) > TOLERANCE:
         raise UserError(f"{arm.name}: {found} parameters at MLP width {width}, {goal} wanted")
     return config
+
+
+def overrides(pairs: Sequence[str]) -> dict[str, Any]:
+    """Settings of `--set KEY=VALUE`. Raises UserError for one that is not of that form."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not sign:
+            raise UserError(f"--set {pair}: expected key=value")
+        found[key] = yaml.safe_load(value)
+    return found
 
 
 def _config(arm: Arm, loaded: LoadedTarget, more: dict[str, Any]) -> DistillConfig:
