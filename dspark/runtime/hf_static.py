@@ -56,8 +56,11 @@ class HFStatic:
         place = (self.dtype, self.device)
         return HFStaticCache(self._shapes, windows, batch, max_length, rows, *place)
 
-    def reading(self, max_length: int) -> Reading:
-        """A seat for prompts; see `StaticPass.reading`."""
+    def reading(self, max_length: int) -> Reading | None:
+        """A seat for prompts; see `StaticPass.reading`. None where texts may be longer than the
+        model has positions for: padding would look behind the end of a table of them."""
+        if max_length > self.target.max_positions:
+            return None
         rows = CHUNKS[: 1 + sum(size < max_length for size in CHUNKS[:-1])]
         seat = self.new_cache(1, max_length, rows[-1])
         seat.clears = False
