@@ -88,7 +88,8 @@ def _room_on_the_card(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    with (Path(tempfile.gettempdir()) / "dspark-large-gpu-test.lock").open("w") as lock:
+    name = f"dspark-large-gpu-test-{os.getuid()}.lock"
+    with (Path(tempfile.gettempdir()) / name).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

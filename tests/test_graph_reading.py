@@ -11,20 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from dspark.draft.model import DSparkDrafter
 from dspark.draft.shapes import KDAShape, MLAShape
 from dspark.k3.storage import PrivateStorage
-from dspark.runtime import hf_static
+from dspark.runtime import graph_decode, hf_static
 from dspark.runtime.graph_decode import GraphDecoder
 from dspark.runtime.graph_prompts import PromptReader
 from dspark.runtime.graph_reading import StaticReader
+from dspark.runtime.graph_replay import NotRecorded
 from dspark.runtime.hf_static import HFStatic
 from dspark.runtime.prefill import watch_reading
 from dspark.runtime.requests import Request
 from dspark.runtime.sampling import BadLogits
-from tests.hf_tiny import tiny_hf
+from tests.hf_tiny import ROWS, tiny_hf
 from tests.test_hf_static import (
     FLOAT32,
     check_step,
@@ -145,6 +147,29 @@ def test_a_reader_given_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target, "forward", forbidden)
     with pytest.raises(AssertionError, match="ordinary pass"):
         decoder.generate(prompt_of(5), max_new_tokens=4)
+
+
+def test_padding_does_not_look_behind_a_table_of_positions() -> None:
+    """38 positions: the last chunk of 37 tokens would be padded up to the 40 that a seat has."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**{**ROWS["gpt2"][1], "n_positions": 38})
+    target = row_target(transformers.GPT2LMHeadModel(config).eval(), "gpt2")
+    assert target.max_positions == 38
+    assert HFStatic(target).reading(38) is not None
+    asked = [Request(prompt_of(37), 1, end_token_ids=())]
+    decoder = GraphDecoder(target, max_length=LONGEST)
+    assert [g.tokens for g in decoder.generate_many(asked)] == expected(target, asked)
+
+
+def test_chunks_that_cannot_be_recorded_are_read_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*given: Any) -> StaticReader:
+        raise NotRecorded("a value is read")
+
+    target = row_target(tiny_hf("llama"))
+    theirs = expected(target, requests())
+    monkeypatch.setattr(graph_decode, "StaticReader", refused)
+    decoder = GraphDecoder(target, drafter_for(target), seats=2, max_length=LONGEST)
+    assert [g.tokens for g in decoder.generate_many(requests())] == theirs
 
 
 @torch.inference_mode()

@@ -235,12 +235,13 @@ def test_several_drafters_are_timed_beside_their_counterparts(
         (tmp_path / name).mkdir()
         (tmp_path / name / "trained.json").write_text("{}")
     assert command.main(["speed", str(tmp_path), "--arm", "early.2", "small", "wide.2"]) == 0
-    assert given == [["deepspec.2", "early.2", "small", "wide.2"]]
+    assert command.main(["speed", str(tmp_path), "--arm", "deepspec.2", "early.2"]) == 0
+    assert given == [["deepspec.2", "early.2", "small", "wide.2"], ["deepspec.2", "early.2"]]
     assert command.main(["speed", str(tmp_path), "--arm", "early.2", "middle"]) == 2
     assert "middle: not trained yet; run the step train --arm middle" in capsys.readouterr().err
     assert command.main(["measure", str(tmp_path), "--arm", "early.2", "small"]) == 2
     assert "--arm: measure takes one drafter; got 2" in capsys.readouterr().err
-    assert len(given) == 1
+    assert len(given) == 2
 
 
 def test_fewer_than_no_slow_prompts_are_refused(loaded: LoadedTarget, study: Path) -> None:

@@ -16,10 +16,7 @@ from torch import Tensor, nn
 from dspark import ops
 from dspark.draft.attention import SITU_BETA, SITU_LINEAR_BETA
 from dspark.draft.config import DraftConfig
-from dspark.draft.kda import (
-    KDALayer,
-    kda_shape,
-)
+from dspark.draft.kda import KDALayer, kda_shape
 from dspark.draft.kda_context import KDAContext
 from dspark.draft.kda_packed import PackedKDA, PackedKDALayer, pack_kda
 from dspark.draft.packed import project, weight_stamp

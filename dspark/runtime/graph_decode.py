@@ -136,23 +136,26 @@ class GraphDecoder:
         try:
             pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
             self.turns = self._record(Chances(self.sampling, seats, target.device), pool)
-            self.reader = self._own_reader(pool) if self._reader is None else self._reader
         except NotRecorded as error:
             raise not_recorded(target, str(error)) from error
+        self.reader = self._own_reader(pool) if self._reader is None else self._reader
         self.lanes = Lanes(target.device)
         for seat in range(seats):  # recording ran frames on nothing
             self.empty(seat)
 
     def _own_reader(self, pool: Any) -> Reader:
-        """Recorded, where the static pass reads prompts."""
-        reading = self.decoder.reading(self.max_length)
+        """Recorded, where the static pass reads prompts and so many rows can be recorded."""
+        ordinary = PromptReader(self.target, self.drafter)
+        reading, drafting = self.decoder.reading(self.max_length), self.drafting
         if reading is None:
-            return PromptReader(self.target, self.drafter)
-        drafting = self.drafting
-        if drafting is None:
-            return StaticReader(self.decoder, reading, None, 0, pool)
-        length = drafting.context.max_length
-        return StaticReader(self.decoder, reading, drafting.drafter, length, pool)
+            return ordinary
+        drafter, length = None, 0
+        if drafting is not None:
+            drafter, length = drafting.drafter, drafting.context.max_length
+        try:
+            return StaticReader(self.decoder, reading, drafter, length, pool)
+        except NotRecorded:
+            return ordinary
 
     def _record(self, chances: Chances, pool: Any) -> Turns[FrameResult]:
         target, most, drafting = self.target, self.length, self.drafting

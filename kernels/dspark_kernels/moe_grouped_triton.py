@@ -212,12 +212,10 @@ def plan_of(n: int, moe: MoE, rows: int) -> BlockPlan:
         side, tile = 128, Plan(128, 64, 8, 4, dot=True)
     if moe.experts.packed:
         gate, out = (Plan(64, _step(i // 8, 64), 4, 2, dot=True) for i in (L, inner))
-    elif rows < 64:
-        gate = Plan(64, _step(L, 64), 4, 4, dot=True)
-        out = Plan(64, _step(inner, 128), 4, 4, dot=True)
     else:
         gate = Plan(64, _step(L, 64), 4, 4, dot=True)
-        out = Plan(128, _step(inner, 64), 4, 4, dot=True)
+        wide, step = (64, 128) if rows < 64 else (128, 64)
+        out = Plan(wide, _step(inner, step), 4, 4, dot=True)
     return BlockPlan(rows, side, tile, gate, out)
 
 

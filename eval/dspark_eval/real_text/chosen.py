@@ -38,14 +38,14 @@ def real_name(out: Path, name: str) -> str:
 
 
 def timed_arms(out: Path, asked: Sequence[str]) -> list[str]:
-    """The drafters that were asked for, each behind its counterpart of the reference's recipe where
-    that is trained. Raises UserError for a name that is not."""
-    arms: list[str] = []
+    """The drafters that were asked for, each once, behind its counterpart of the reference's recipe
+    where that is trained. Raises UserError for a name that is not."""
+    arms: dict[str, None] = {}
     for name in asked:
         own = choose(out) if name == CHOSEN else find_run(name).name
         if name != CHOSEN and not (out / str(own) / TRAINED).is_file():
             raise UserError(f"{out / str(own)}: not trained yet; run the step train --arm {name}")
         beside = REFERENCE if own is None else find_run(own).counterpart.name
         there = [each for each in (beside, own) if each and (out / each / TRAINED).is_file()]
-        arms += [each for each in there if each not in arms]
-    return arms
+        arms |= dict.fromkeys(there)
+    return list(arms)
