@@ -11,6 +11,7 @@ import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,8 @@ def test_ours_is_printed_whatever_the_peer_takes(
     monkeypatch.setattr(command, "time_case", timed)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     asked = argparse.Namespace(only="bfloat16", peer_seconds=0.2, peer_settings=4, peer_processes=1)
-    rows = command._run("op", 1e12, asked)
+    rows: list[dict[str, Any]] = []
+    command._run("op", 1e12, asked, rows)
     assert [row["case"] for row in rows] == list(names[:2])
     assert rows[0]["peer"] == {"median_us": 2.0, "fastest_us": 1.0, "slowest_us": 3.0}
     assert rows[1]["peer"] == "fla: not within 0.2 seconds"
@@ -81,22 +83,50 @@ def test_ours_is_printed_whatever_the_peer_takes(
     assert [line.split()[0] for line in printed] == ["8", "16", "8", "16"]
 
 
+def _alone(monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
+    """The command as it runs where there is a card."""
+    monkeypatch.setattr(sys, "argv", ["bench", *asked])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "copy_rate", lambda: 1e12)
+    monkeypatch.setattr(command, "_machine", lambda: "a card, torch 2")
+
+
 def test_the_json_says_what_was_asked_where_and_when(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "times.json"
     asked = ["settle", "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", ["bench", *asked])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(command, "copy_rate", lambda: 1e12)
-    monkeypatch.setattr(command, "_machine", lambda: "a card, torch 2")
-    monkeypatch.setattr(command, "_run", lambda op, rate, options: [{"op": op}])
+    _alone(monkeypatch, asked)
+    monkeypatch.setattr(command, "_run", lambda op, rate, options, rows: rows.append({"op": op}))
     assert command.main() == 0
     written = json.loads(file.read_text())
     assert (written["schema_version"], written["machine"]) == (1, "a card, torch 2")
     assert written["command"] == f"python -m dspark_kernels.bench {' '.join(asked)}"
     assert datetime.now(timezone.utc) - datetime.fromisoformat(written["date"]) < timedelta(hours=1)
-    assert written["cases"] == [{"op": "settle"}]
+    assert (written["cases"], written["failed"]) == ([{"op": "settle"}], {})
+
+
+def test_an_op_that_fails_leaves_the_others_and_what_it_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "times.json"
+    seen: list[object] = []
+
+    def run(op: str, rate: float, options: object, rows: list[dict[str, Any]]) -> None:
+        seen.append(json.loads(file.read_text())["cases"] if file.exists() else None)
+        rows.append({"op": op})
+        if op == "adamw":
+            raise RuntimeError("out of memory\nand how much")
+
+    _alone(monkeypatch, ["settle", "adamw", "uniform", "--json", str(file)])
+    monkeypatch.setattr(command, "_run", run)
+    assert command.main() == 1
+    assert seen == [None, [{"op": "settle"}], [{"op": "settle"}, {"op": "adamw"}]]
+    written = json.loads(file.read_text())
+    assert [row["op"] for row in written["cases"]] == ["settle", "adamw", "uniform"]
+    assert written["failed"] == {"adamw": "RuntimeError: out of memory\nand how much"}
+    assert capsys.readouterr().err.splitlines()[-1] == "adamw failed: RuntimeError: out of memory"
+    assert [f.name for f in tmp_path.iterdir()] == ["times.json"]
 
 
 def test_every_kernel_is_timed() -> None:

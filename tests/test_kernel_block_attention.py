@@ -171,7 +171,7 @@ def test_operations_count_what_is_seen() -> None:
     assert backward == 2.5 * forward
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=24)
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("size", LARGE, ids=str)
 def test_on_a_gpu(size: Size) -> None:

@@ -315,7 +315,7 @@ def test_what_the_kernel_refuses() -> None:
         assert "contiguous" in reason(call), name
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=8)
 @pytest.mark.parametrize(("B", "T", "R"), [(1, 1, 1), (1, 8, 8), (5, 9, 9), (64, 8, 8)])
 @pytest.mark.usefixtures("poison")
 def test_a_real_layer(B: int, T: int, R: int) -> None:

@@ -151,7 +151,7 @@ def test_rows_may_be_views(device: str) -> None:
     agree(x, 2)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=8)
 @pytest.mark.parametrize(("B", "T", "kept"), [(1, 1, 1), (1, 8, 8), (3, 15, 7), (64, 8, 8)])
 @pytest.mark.usefixtures("poison")
 def test_a_real_layer(B: int, T: int, kept: int) -> None:

@@ -2,14 +2,17 @@
 
 One line per size: our time, bytes, what share of the copy rate that is, and the peer's time. A peer
 that is not installed is said to be missing. A peer that tunes its kernels on their first call comes
-behind all of ours, with a few of its settings and within a time.
+behind all of ours, with a few of its settings and within a time. An op that fails is named at the
+end, with exit code 1; the others are timed, and the file has what was timed whenever the run ends.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import traceback
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib import import_module
@@ -50,21 +53,34 @@ def main() -> int:
         return 2
     rate = copy_rate()
     print(f"{_machine()}; a copy moves {rate / 1e12:.2f} TB/s", flush=True)
-    rows = []
+    found: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "command": " ".join(["python -m dspark_kernels.bench", *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": _machine(),
+        "copy_bytes_per_s": rate,
+        "cases": [],
+        "failed": {},
+    }
     for op in asked.ops or known:
         print(f"\n{op}\n{'':44}{'us':>9}{'MB':>9}{'of copy':>9}  peer", flush=True)
-        rows += _run(op, rate, asked)
-    if asked.json is not None:
-        found = {
-            "schema_version": SCHEMA_VERSION,
-            "command": " ".join(["python -m dspark_kernels.bench", *sys.argv[1:]]),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": _machine(),
-            "copy_bytes_per_s": rate,
-            "cases": rows,
-        }
-        asked.json.write_text(json.dumps(found, indent=1) + "\n")
-    return 0
+        try:
+            _run(op, rate, asked, found["cases"])
+        except Exception as error:
+            traceback.print_exc()
+            found["failed"][op] = f"{type(error).__name__}: {error}"
+        if asked.json is not None:
+            _write(asked.json, found)
+    for op, why in found["failed"].items():
+        print(f"{op} failed: {why.splitlines()[0]}", file=sys.stderr)
+    return 1 if found["failed"] else 0
+
+
+def _write(file: Path, found: dict[str, Any]) -> None:
+    """In one step: a reader, or a run that is killed, never leaves half a file."""
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    beside.write_text(json.dumps(found, indent=1) + "\n")
+    beside.replace(file)
 
 
 def _machine() -> str:
@@ -75,7 +91,8 @@ def _machine() -> str:
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton}"
 
 
-def _run(op: str, rate: float, asked: argparse.Namespace) -> list[dict[str, Any]]:
+def _run(op: str, rate: float, asked: argparse.Namespace, found: list[dict[str, Any]]) -> None:
+    """Time an op's cases; each is in ``found`` as soon as it is timed."""
     module = import_module(f"dspark_kernels.bench.{op}")
     tunes = hasattr(module, "every_kernel")
     cases: list[Case] = [case for case in module.cases() if asked.only in case.name]
@@ -95,11 +112,11 @@ def _run(op: str, rate: float, asked: argparse.Namespace) -> list[dict[str, Any]
             "peer_name": case.peer_name,
         }
         rows.append(row)
+        found.append(row)
         print(_line(row), flush=True)
         torch.cuda.empty_cache()
     if tunes:
         _tuned_peers(cases, rows, asked)
-    return rows
 
 
 def _tuned_peers(cases: list[Case], rows: list[dict[str, Any]], asked: argparse.Namespace) -> None:
