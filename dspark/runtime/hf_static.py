@@ -2,8 +2,9 @@
 
 The model runs as `RowTarget` runs it, told positions and masks; here both are made on the device
 out of the seats' lengths, so that a recorded step is right for every later length. A mask spans all
-places of a seat: attention reads all of them, whatever the text's length. RMS norms are one launch
-each, where they are just that (`dspark.runtime.hf_norms`); the rest is the model's, op by op.
+places of a seat: attention reads all of them, whatever the text's length. Norms, rotary
+positions, projections and shared heads take fewer launches where that says the same (`hf_norms`,
+`hf_rotary`, `hf_packed`, `hf_grouped` beside this file); the rest is the model's, op by op.
 
 What the model itself does in its forward is its own affair: if it reads a value on the host, its
 steps cannot be recorded (`dspark.runtime.hf_static_check`).
@@ -17,8 +18,11 @@ import torch
 from torch import Tensor
 
 from dspark.k3.static.decode import StepOutput
+from dspark.runtime.hf_grouped import GroupedAttention
 from dspark.runtime.hf_layer import RowLayer
 from dspark.runtime.hf_norms import FusedNorms
+from dspark.runtime.hf_packed import PackedProjections
+from dspark.runtime.hf_rotary import FusedRotary
 from dspark.runtime.hf_static_cache import HFStaticCache, LayerShape
 from dspark.runtime.hf_target import RowTarget
 from dspark.runtime.static_pass import Reading
@@ -37,6 +41,9 @@ class HFStatic:
         self.target = target
         self._shapes = _shapes(target)
         self.norms = FusedNorms(target.parts.decoder)
+        self.rotary = FusedRotary(target.parts.decoder)
+        self.grouped = GroupedAttention()
+        self.packed = PackedProjections(target.parts.decoder)
 
     @property
     def device(self) -> torch.device:
@@ -82,7 +89,12 @@ class HFStatic:
             "position_ids": rows.positions,
             "attention_mask": target.mask_argument(rows.masks),
         }
-        with self.norms.used():
+        with (
+            self.norms.used(),
+            self.rotary.used(),
+            self.grouped.used(),
+            self.packed.used(),
+        ):
             last, tapped = target.parts.run(tokens, cache.model_cache, taps, given)
         return StepOutput(last, tapped, [])
 
