@@ -208,14 +208,14 @@ REPLAY: dict[str, tuple[str, dict[str, Any]]] = {
 """Models with recurrent layers, and one (bloom) whose positions are in its own mask."""
 
 
-def tiny_hf(name: str, seed: int = 0) -> PreTrainedModel:
-    """A model in float32 whose next tokens depend on what it has read."""
+def tiny_hf(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
+    """A model in float32 whose next tokens depend on what it has read; ``more`` settings."""
     architecture, settings = {**ROWS, **REPLAY}[name]
     config_class = _class(f"{architecture}TextConfig") or _class(f"{architecture}Config")
     assert config_class is not None, architecture
     torch.manual_seed(seed)
     model_class = _class(f"{architecture}ForCausalLM") or _class(f"{architecture}LMHeadModel")
-    model = model_class(config_class(**settings)).float()
+    model = model_class(config_class(**{**settings, **more})).float()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:

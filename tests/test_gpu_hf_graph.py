@@ -31,8 +31,8 @@ GROUPED = {"qwen3-moe", "gpt-oss", "deepseek-v3"}
 """Their grouped products read offsets on the host in float32, and are one kernel in bfloat16."""
 
 
-def on_gpu(name: str, dtype: torch.dtype = torch.float32) -> RowTarget:
-    return row_target(tiny_hf(name).to(GPU, dtype), name)
+def on_gpu(name: str, dtype: torch.dtype = torch.float32, **more: int) -> RowTarget:
+    return row_target(tiny_hf(name, **more).to(GPU, dtype), name)
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name not in GROUPED])
@@ -67,7 +67,7 @@ def test_experts_in_bfloat16_are_recorded(name: str) -> None:
 @pytest.mark.parametrize("draft", [False, True])
 def test_recorded_reading_says_what_an_eager_one_does(name: str, draft: bool) -> None:
     """Prompts that end before, at and behind the ends of chunks, on seats that are used again."""
-    target = on_gpu(name)
+    target = on_gpu(name, max_position_embeddings=1024)
     drafter = drafter_for(target).to(GPU) if draft else None
     lengths = (1, 63, 64, 65, 256, 300, 321, 600)
     asked = [Request(prompt_of(n), 12, end_token_ids=(), index=n) for n in lengths]
@@ -84,8 +84,9 @@ def test_recorded_reading_says_what_an_eager_one_does(name: str, draft: bool) ->
 
 def test_reading_a_prompt_waits_for_nothing_in_between() -> None:
     """Ids go to the device before the first chunk; from there on the host only queues."""
-    target = on_gpu("llama")
+    target = on_gpu("llama", max_position_embeddings=1024)
     reader = GraphDecoder(target, drafter_for(target).to(GPU), max_length=640).reader
+    assert isinstance(reader, StaticReader)
     one, many = (profile(lambda n=n: reader.read(prompt_of(n)), 1) for n in (30, 600))
     assert many.waits == one.waits
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -45,7 +46,7 @@ class GroupedAttention:
 class _Step:
     def __init__(self, original: Any) -> None:
         self._original = original
-        self._masks: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._masks: dict[tuple[int, torch.Size, int], tuple[Tensor, Tensor]] = {}
 
     def attend(
         self,
@@ -77,7 +78,7 @@ class _Step:
 
     def _mask(self, mask: Tensor, groups: int) -> Tensor:
         """Repeated; the one it was made of is kept, so that no other can lie at its address."""
-        name = (mask.data_ptr(), groups)
+        name = (mask.data_ptr(), mask.shape, groups)
         if name not in self._masks:
             self._masks[name] = (mask, mask.repeat(1, 1, groups, 1))
         return self._masks[name][1]
