@@ -134,6 +134,8 @@ def test_a_seed_repeats_a_sampled_text_and_another_differs(
     [
         (["", "--plain"], "got an empty value"),
         ([QUESTION, "--plain", "--max-new-tokens", "0"], "--max-new-tokens: expected 1 or more"),
+        ([QUESTION, "--plain", "--max-new-tokens", f"{10**15}"], "not enough memory for so long"),
+        ([QUESTION, "--plain", "--max-new-tokens", f"{10**30}"], "not enough memory for so"),
         ([QUESTION, "--plain", "--min-new-tokens", "300"], "more than --max-new-tokens 256"),
         ([QUESTION, "--plain", "--temperature", "-1"], "temperature"),
         ([QUESTION, "--plain", "--top-p", "2"], "top_p"),

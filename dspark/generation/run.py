@@ -24,7 +24,6 @@ from dspark.distill.identity import identity_warnings, trained_format
 from dspark.draft.checkpoint import load_drafter, read_config
 from dspark.draft.golden_check import golden_warnings
 from dspark.draft.model import DSparkDrafter
-from dspark.errors import UserError
 from dspark.files import prepare_folder
 from dspark.fitting import say, show
 from dspark.generation.account import SCHEMA_VERSION, Account
@@ -34,7 +33,7 @@ from dspark.generation.options import GenerateOptions
 from dspark.generation.reader import Piece, Reader
 from dspark.generation.screen import PICTURE_WIDTH, Marked, Plain, Silent
 from dspark.reading import reading_bar
-from dspark.runtime.asked import check_draft_length, check_max_new_tokens
+from dspark.runtime.asked import check_draft_length, check_max_new_tokens, room_for
 from dspark.runtime.cost_model import (
     COST_MODEL_FILE,
     FRAME_COSTS_FILE,
@@ -178,7 +177,8 @@ def _frames(options: GenerateOptions, loaded: Loaded, prompt_tokens: int) -> Gra
     if not options.graphs:
         return None
     check_max_new_tokens(options.max_new_tokens, loaded.target)  # seats are as long from the start
-    try:
+    advice = "frames keep it from the start: ask for fewer tokens, or leave --graphs out"
+    with room_for(options.max_new_tokens, advice):
         return GraphDecoder(
             loaded.target,
             loaded.drafter,
@@ -186,21 +186,6 @@ def _frames(options: GenerateOptions, loaded: Loaded, prompt_tokens: int) -> Gra
             policy=None if loaded.drafter is None else _policy(options, loaded.drafter),
             sampling=options.sampling(),
         )
-    except RuntimeError as error:
-        if not _beyond_memory(error):
-            raise
-        raise UserError(
-            f"--max-new-tokens {options.max_new_tokens}: frames keep room for so long a text from "
-            "the start, and there is not enough memory; ask for fewer, or leave --graphs out"
-        ) from error
-
-
-def _beyond_memory(error: RuntimeError) -> bool:
-    """Whether memory was asked for that is not there; torch has a type for it on a GPU alone."""
-    words = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or any(
-        part in words for part in ("can't allocate memory", "overflow")
-    )
 
 
 def _decode(
@@ -227,7 +212,8 @@ def _decode(
             sampling=sampling,
         )
     try:
-        with reading_bar(quiet=options.json):
+        room = room_for(options.max_new_tokens, "ask for fewer tokens")
+        with reading_bar(quiet=options.json), room:
             generation = generate(
                 ids,
                 max_new_tokens=options.max_new_tokens,

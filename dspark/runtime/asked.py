@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
 from dspark.errors import UserError
 from dspark.runtime.target import Target
 
@@ -27,3 +32,24 @@ def check_draft_length(asked: int | None, block_size: int) -> int:
             f"expected 1..{block_size}"
         )
     return length
+
+
+@contextmanager
+def room_for(max_new_tokens: int, advice: str) -> Iterator[None]:
+    """Memory that is not there for so long a text: one line with ``advice``."""
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:  # TypeError: beyond 64 bits
+        if not _beyond_memory(error):
+            raise
+        raise UserError(
+            f"--max-new-tokens {max_new_tokens}: not enough memory for so long a text; {advice}"
+        ) from error
+
+
+def _beyond_memory(error: Exception) -> bool:
+    """Whether memory was asked for that is not there; torch has a type for it on a GPU alone."""
+    words = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        part in words for part in ("can't allocate memory", "overflow")
+    )
