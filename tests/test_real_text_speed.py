@@ -125,7 +125,13 @@ def study(tmp_path: Path, loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch)
     return tmp_path
 
 
-def timed(loaded: LoadedTarget, study: Path, slow: int | None, arms: Any = ("deep", "wide")) -> Any:
+def timed(
+    loaded: LoadedTarget,
+    study: Path,
+    slow: int | None,
+    arms: Any = ("deep", "wide"),
+    loops: bool = True,
+) -> Any:
     return measure_speed(
         loaded,
         study,
@@ -135,6 +141,7 @@ def timed(loaded: LoadedTarget, study: Path, slow: int | None, arms: Any = ("dee
         per_set=3,
         slow_per_set=slow,
         max_new_tokens=NEW,
+        loops=loops,
     )
 
 
@@ -169,6 +176,16 @@ def test_slow_ways_answer_the_first_prompts_of_each_set(
     assert counts(found) == {**wanted, **dict.fromkeys(late if answered else [], answered)}
     fast = found["ways"]["deep, recorded"]
     assert (fast["speed_up_prompts"], fast["over_generate_prompts"]) == (5, answered)
+
+
+def test_without_loops_drafters_are_timed_in_frames_alone(
+    loaded: LoadedTarget, study: Path
+) -> None:
+    found = timed(loaded, study, 1, arms=("deep",), loops=False)
+    late = ["plain", "plain, T = 1", "generate", "generate, T = 1", "prompt_lookup", "early_exit"]
+    assert {name for name, each in found["ways"].items() if each["prompts"] == 2} == set(late)
+    assert found["ways"]["deep, recorded"]["prompts"] == 5
+    assert not {"deep", "deep, T = 1"} & set(found["ways"])
 
 
 def test_a_run_that_is_killed_keeps_what_it_has(
@@ -220,8 +237,11 @@ def test_more_prompts_and_longer_answers_than_by_default_are_asked_for(
     monkeypatch.setattr(command, "measure_speed", lambda *given, **named: asked.append(named))
     for more in ([], ["--per-set", "20", "--new-tokens", "256", "--slow-per-set", "4"]):
         assert command.main(["speed", str(tmp_path), *more]) == 0
-    names = ("per_set", "slow_per_set", "max_new_tokens")
-    assert [tuple(each[name] for name in names) for each in asked] == [(2, None, 64), (20, 4, 256)]
+    assert command.main(["speed", str(tmp_path), "--without-loops"]) == 0
+    names = ("per_set", "slow_per_set", "max_new_tokens", "loops")
+    assert [tuple(each[name] for name in names) for each in asked] == [
+        (2, None, 64, True), (20, 4, 256, True), (2, None, 64, False)
+    ]  # fmt: skip
 
 
 def test_several_drafters_are_timed_beside_their_counterparts(

@@ -33,8 +33,7 @@ class GroupedAttention:
     def used(self) -> Iterator[None]:
         """Inside, one step of a model that attends by `sdpa` does so in groups."""
         original = ALL_ATTENTION_FUNCTIONS[_NAME]
-        step = _Step(original)
-        ALL_ATTENTION_FUNCTIONS[_NAME] = step.attend
+        ALL_ATTENTION_FUNCTIONS[_NAME] = _Step(original)
         try:
             yield
         finally:
@@ -48,7 +47,7 @@ class _Step:
         self._original = original
         self._masks: dict[tuple[int, torch.Size, int], tuple[Tensor, Tensor]] = {}
 
-    def attend(
+    def __call__(
         self,
         module: nn.Module,
         query: Tensor,

@@ -45,7 +45,7 @@ class FusedRotary:
     def used(self) -> Iterator[None]:
         """Inside, one step of the model runs so."""
         for file, original in self._files:
-            setattr(file, NAME, _Step(original).turn)
+            setattr(file, NAME, _Step(original))
         try:
             yield
         finally:
@@ -58,7 +58,7 @@ class _Step:
         self._original = original
         self._tables: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
 
-    def turn(
+    def __call__(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **more: Any
     ) -> tuple[Tensor, Tensor]:
         """Queries and keys [B, H, T, K] by tables [B, T, K]."""
@@ -91,7 +91,7 @@ def _same(original: Any, device: torch.device, dtype: torch.dtype) -> bool:
     q, k, cos, sin = some(2, 4, 3, 8), some(2, 2, 3, 8), some(2, 3, 8), some(2, 3, 8)
     try:
         theirs = original(q, k, cos, sin)
-        ours = _Step(original).turn(q, k, cos, sin)
+        ours = _Step(original)(q, k, cos, sin)
     except (TypeError, ValueError, RuntimeError):
         return False
     limit = STEPS * torch.finfo(dtype).eps * 8  # numbers up to about 8

@@ -160,6 +160,7 @@ def _speed(options: argparse.Namespace) -> None:
         "dtype": options.dtype,
         "arms": arms,
         "frames": True,
+        "loops": not options.without_loops,
     }
     if not is_timed(options.out, asked):
         measure_speed(
@@ -170,6 +171,7 @@ def _speed(options: argparse.Namespace) -> None:
             asked=asked,
             per_set=asked["per_set"],
             slow_per_set=options.slow_per_set,
+            loops=not options.without_loops,
             max_new_tokens=asked["max_new_tokens"],
         )
 
@@ -276,6 +278,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--slow-per-set", type=int, help="speed: those of all ways but recorded frames; 0: none"
     )
+    parser.add_argument("--without-loops", action="store_true", help="speed: drafters in frames")
     parser.add_argument("--budget", type=float, default=1250.0, help="all: seconds in all")
     parser.add_argument(
         "--candidates", nargs="+", default=TRIED, choices=CANDIDATES, help="all: recipes of ours"

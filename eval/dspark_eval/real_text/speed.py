@@ -59,11 +59,13 @@ def measure_speed(
     per_set: int,
     slow_per_set: int | None,
     max_new_tokens: int,
+    loops: bool = True,
 ) -> dict[str, Any]:
     """Tokens a second of every way over the first prompts of each set; writes OUT/speed.json.
 
     Of the drafters `arms`; `asked` is what decided it, for those that would repeat it. Ways that
-    are not recorded answer the first `slow_per_set` of each set, None: all, 0: they are left out.
+    are not recorded answer the first `slow_per_set` of each set, None: all, 0: they are left out;
+    not `loops`: drafters are among them no more.
     """
     target = loaded.target
     if not isinstance(target, HFTarget):
@@ -75,7 +77,7 @@ def measure_speed(
     prompt_lists = in_turn(sets)
     slow = len(in_turn([some[:slow_per_set] for some in sets]))  # prompts, the first ones of all
     longest = max(map(len, prompt_lists)) + max_new_tokens
-    found = find_ways(target, out, arms, max_length=longest, slow=slow > 0)
+    found = find_ways(target, out, arms, max_length=longest, slow=slow > 0, loops=loops)
     if not found.named:
         raise UserError(next(iter(found.refused.values())))
     if not any(map(is_recorded, found.named)):

@@ -76,9 +76,16 @@ class Ways:
 
 
 def find_ways(
-    target: Target, out: Path, arms: Sequence[str], *, max_length: int, slow: bool
+    target: Target,
+    out: Path,
+    arms: Sequence[str],
+    *,
+    max_length: int,
+    slow: bool,
+    loops: bool = True,
 ) -> Ways:
-    """All of them, with the drafters `arms` of the study OUT; not `slow`: those of frames alone.
+    """All of them, with the drafters `arms` of the study OUT; not `slow`: those of frames alone;
+    not `loops`: drafters in frames alone.
 
     target: Of transformers. max_length: of the longest prompt and its answer.
     """
@@ -93,6 +100,8 @@ def find_ways(
     ways = Ways({})
     if slow:
         for name, arm, temperature in asked:
+            if arm is not None and not loops:
+                continue
             own = None if arm is None else drafter(arm)
             ways.named[_named(name, temperature)] = _by_rounds(target, own, temperature)
         ways.named |= _of_transformers(target)
