@@ -14,7 +14,7 @@ from dspark.commands.options import PrintJson, Target, print_json
 
 @app.command(epilog="Example: `dspark study family --out runs/family --arm kda-0 mla --seeds 3`")
 def study(
-    name: Annotated[str, typer.Argument(help="Which study: family, recipe.")],
+    name: Annotated[str, typer.Argument(help="Which study: family, recipe, moments.")],
     out: Annotated[Path, typer.Option(help="Folder of all runs; the same one goes on.")],
     arm: Annotated[
         list[str] | None, typer.Option(help="Only these arms and the reference.")

@@ -143,7 +143,18 @@ RECIPE = Study(
     {**ROWS, "drafter.block_size": 7},
 )
 
-STUDIES = {study.name: study for study in (FAMILY, RECIPE)}
+MOMENTS = Study(
+    "moments",
+    "Do moments of two bytes or one, rounded at random, cost accepted length?",
+    (
+        Arm("fp32", {"train.moments": "fp32"}, "8 bytes a parameter"),
+        Arm("bf16", {"train.moments": "bf16"}, "4 bytes"),
+        Arm("int8", {"train.moments": "int8"}, "2 bytes and scales"),
+    ),
+    {**ROWS, "drafter.block_size": 7},
+)
+
+STUDIES = {study.name: study for study in (FAMILY, RECIPE, MOMENTS)}
 
 
 def find_study(name: str) -> Study:
