@@ -143,6 +143,18 @@ def test_what_frames_cannot_do_is_one_line_and_exit_code_2(
     assert said in err
 
 
+def test_settings_beyond_what_a_number_holds_sample_all_the_same(
+    run: Run, pair: tiny_pair.TinyPair
+) -> None:
+    """Above float32 every token is as likely as another; below it the best one stays."""
+    words = [QUESTION, "--draft", pair.draft, "--graphs", "--max-new-tokens", "9"]
+    best = run(*words)[1]
+    wide = ("--temperature", "1e39", "--top-k", f"{10**30}")
+    assert run(*words, *wide)[0] == 0
+    for narrow in (("1e-320", "1"), ("1e39", "5e-324")):
+        assert run(*words, "--temperature", narrow[0], "--top-p", narrow[1])[1] == best
+
+
 def test_the_times_of_frames_are_read_and_not_those_of_other_rounds(
     run: Run, pair: tiny_pair.TinyPair, tmp_path: Path
 ) -> None:

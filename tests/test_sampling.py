@@ -98,7 +98,7 @@ def test_tiny_temperatures_equal_greedy(temperature: float, scale: float) -> Non
     torch.testing.assert_close(probs, to_probs(logits, SamplingParams()), rtol=0, atol=1e-40)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-8, 1e-4, 100.0, 1e30])
+@pytest.mark.parametrize("temperature", [0.0, 1e-8, 1e-4, 100.0, 1e30, 1e300])
 @pytest.mark.parametrize("top_p", [1e-4, 1.0, 5e-324])
 @pytest.mark.parametrize("top_k", [0, 1, 10**6])
 def test_extreme_settings_give_distributions(temperature: float, top_p: float, top_k: int) -> None:

@@ -51,5 +51,5 @@ def _beyond_memory(error: Exception) -> bool:
     """Whether memory was asked for that is not there; torch has a type for it on a GPU alone."""
     words = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError) or any(
-        part in words for part in ("can't allocate memory", "overflow")
+        part in words for part in ("can't allocate memory", "storage size", "when unpacking")
     )

@@ -23,6 +23,9 @@ from dspark import ops
 from dspark.runtime.frame_step import marks
 from dspark.runtime.sampling import SamplingParams, request_seed
 
+MOST = 2**31 - 1
+"""Beyond any vocabulary."""
+
 
 class GraphSeats:
     """B seats for texts over `vocab` ids and frames of `length` primaries."""
@@ -76,11 +79,18 @@ class Chances:
         self.temperature = self.top_k = self.top_p = None
         if sampling.greedy:
             return
-        self.temperature = torch.full((batch,), sampling.temperature, device=device)
+        numbers = torch.finfo(
+            torch.float32
+        )  # beyond them every setting says what the last one says
+
+        def of_all(number: float, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.full((batch,), number, dtype=dtype, device=device)
+
+        self.temperature = of_all(min(max(sampling.temperature, numbers.tiny), numbers.max))
         if sampling.top_k:
-            self.top_k = torch.full((batch,), sampling.top_k, device=device)
+            self.top_k = of_all(min(sampling.top_k, MOST), torch.int64)
         if sampling.top_p < 1:
-            self.top_p = torch.full((batch,), sampling.top_p, device=device)
+            self.top_p = of_all(max(sampling.top_p, numbers.tiny))
 
     def coins(self, seed: Tensor, position: Tensor, stream: int, count: int) -> Tensor | None:
         """[B, count] uniforms of one round, or None where nothing is drawn."""

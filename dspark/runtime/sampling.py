@@ -29,7 +29,7 @@ from dspark.errors import UserError
 Generators = torch.Generator | Sequence[torch.Generator]
 """One generator for all rows, or one per batch row (a row's draws then ignore its neighbours)."""
 
-_TINY = torch.finfo(torch.float32).tiny
+_TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _BELOW_ONE = 1.0 - torch.finfo(torch.float64).eps
 
 
@@ -114,7 +114,8 @@ def to_probs(
     # push the others to -inf (probability 0) but never makes inf - inf. The floor keeps 0/T = 0
     # for temperatures that float32 cannot hold.
     if params.temperature != 1:
-        scores = (scores - scores.amax(-1, keepdim=True)) / max(params.temperature, _TINY)
+        held = min(max(params.temperature, _TINY), _HUGE)
+        scores = (scores - scores.amax(-1, keepdim=True)) / held
     if 0 < params.top_k < scores.shape[-1]:
         scores = _top_k(scores, params.top_k)
     if params.top_p < 1:
