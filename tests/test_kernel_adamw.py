@@ -41,19 +41,26 @@ def values(moments: Moments) -> tuple[Tensor, Tensor]:
 class Run:
     """Some updates by a rule, beside torch's AdamW with the scaled gradients."""
 
-    def __init__(self, rule, kind: str, updates: int = 6, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        rule,
+        kind: str,
+        updates: int = 6,
+        dtype: torch.dtype = torch.float32,
+        count: int = COUNT,
+    ):
         generator = torch.Generator().manual_seed(0)
-        start = torch.randn(COUNT, generator=generator).to(DEVICE)
-        spread = torch.linspace(0.1, 2, COUNT)
-        self.weight, self.moments = start.clone(), fresh(kind)
-        self.copy = torch.full((COUNT,), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+        start = torch.randn(count, generator=generator).to(DEVICE)
+        spread = torch.linspace(0.1, 2, count)
+        self.weight, self.moments = start.clone(), fresh(kind, count)
+        self.copy = torch.full((count,), torch.nan, dtype=torch.bfloat16, device=DEVICE)
         self.exact = nn.Parameter(start.clone())
         optimiser = torch.optim.AdamW(
             [self.exact], lr=RATES.lr, betas=(RATES.beta1, RATES.beta2), eps=RATES.eps,
             weight_decay=RATES.weight_decay,
         )  # fmt: skip
         for at in range(1, updates + 1):
-            gradient = (torch.randn(COUNT, generator=generator) * spread).to(dtype).to(DEVICE)
+            gradient = (torch.randn(count, generator=generator) * spread).to(dtype).to(DEVICE)
             scale, rates = torch.tensor(0.25, device=DEVICE), replace(RATES, updates=at, seed=at)
             rule(self.weight, gradient, self.moments, scale, rates, self.copy)
             self.exact.grad = 0.25 * gradient.float()
@@ -83,6 +90,20 @@ def test_packed_moments_stay_near_and_unbiased(rule, kind: str, limit: float) ->
     assert float(second.mean() / exact.mean()) == pytest.approx(1, abs=limit / 10)
     assert (second > 0).all()
     assert_close(run.weight, run.exact.detach(), dtype=torch.bfloat16)
+
+
+@pytest.mark.gpu(gib=4)
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+def test_a_table_of_real_size(kind: str) -> None:
+    """Of a sequential head, 151,936 codes of 256 numbers, gradients in half precision."""
+    run = Run(kernel.adamw, kind, updates=3, dtype=torch.bfloat16, count=151_936 * 256)
+    limits = {"fp32": 1e-6, "bf16": 2**-7, "int8": 0.03}
+    for found, key in zip(values(run.moments), ("exp_avg", "exp_avg_sq"), strict=True):
+        exact = run.state[key].double()
+        assert (found.double() - exact).norm() < limits[kind] * exact.norm()
+    assert torch.equal(run.copy, run.weight.bfloat16())
+    packed = None if kind == "fp32" else torch.bfloat16
+    assert_close(run.weight, run.exact.detach(), dtype=packed, limit=None if packed else 1e-6)
 
 
 @RULES

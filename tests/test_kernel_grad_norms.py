@@ -29,6 +29,17 @@ def test_norms_are_those_of_float64(rule) -> None:
     assert torch.equal(rule(gradients), found)
 
 
+@pytest.mark.gpu(gib=4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_norms_of_real_sizes(dtype: torch.dtype) -> None:
+    """A table of the sequential head and a layer's matrices, of Qwen3-4B's sizes."""
+    sizes = [(151_936, 256), (2560, 9728), (4096, 2560), (2560,), (128,)]
+    gradients = [torch.randn(size, device=DEVICE).to(dtype) for size in sizes]
+    assert kernel.refuses(gradients) is None
+    expected = torch.stack([g.double().square().sum().sqrt() for g in gradients])
+    torch.testing.assert_close(kernel.grad_norms(gradients).double(), expected, rtol=1e-6, atol=0)
+
+
 @RULES
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_seen_where_it_is(rule, bad: float) -> None:

@@ -79,9 +79,8 @@ class Chances:
         self.temperature = self.top_k = self.top_p = None
         if sampling.greedy:
             return
-        numbers = torch.finfo(
-            torch.float32
-        )  # beyond them every setting says what the last one says
+        # beyond these numbers every setting says what the last one says
+        numbers = torch.finfo(torch.float32)
 
         def of_all(number: float, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.full((batch,), number, dtype=dtype, device=device)
