@@ -156,6 +156,8 @@ def test_every_way_answers_and_frames_say_what_the_loops_say(
     assert counts(found) == dict.fromkeys([*GREEDY, *SAMPLED, *FRAMES], 5)
     assert found["refused"] == {}
     assert found["recorded"] is False  # a CPU records nothing
+    assert found["command"] == "python -m dspark_eval.real_text"
+    assert {"schema_version", "environment", "seed", "warnings"} < set(found)
     assert json.loads((study / "speed.json").read_text()) == json.loads(json.dumps(found))
     for name, each in found["ways"].items():
         assert each["over_generate_prompts"] == each["speed_up_prompts"] == 5

@@ -172,6 +172,7 @@ def _speed(options: argparse.Namespace) -> None:
             per_set=asked["per_set"],
             slow_per_set=options.slow_per_set,
             loops=not options.without_loops,
+            arguments=options.arguments,
             max_new_tokens=asked["max_new_tokens"],
         )
 
@@ -249,12 +250,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--device", default="cpu", help="cpu | cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument(
-        "--arm",
-        nargs="+",
-        default=[CHOSEN],
-        help="a drafter, speed: several; chosen: our best candidate",
-    )
+    parser.add_argument("--arm", nargs="+", default=[CHOSEN],
+                        help="a drafter, speed: several; chosen: our best candidate")  # fmt: skip
     parser.add_argument("--seeds", type=int, nargs="+", help="train, repeat: one after the other")
     parser.add_argument("--seconds", type=float, default=200.0, help="of training")
     parser.add_argument("--long-seconds", type=float, default=LONGEST, help="of long training")
@@ -287,6 +284,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--add", type=Path, help="table: results of an earlier study of its arms")
     parser.add_argument("--pass-on", default="", help="all: further options of every step")
     options = parser.parse_args(arguments)
+    options.arguments = arguments
     if options.step != "speed":
         if len(options.arm) > 1:
             raise UserError(f"--arm: {options.step} takes one drafter; got {len(options.arm)}")

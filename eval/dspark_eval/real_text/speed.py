@@ -29,7 +29,7 @@ from dspark.errors import UserError
 from dspark.files import atomic_write_json, read_json
 from dspark.runtime.hf_target import HFTarget
 from dspark.runtime.loading import LoadedTarget
-from dspark_eval.environment import describe_environment
+from dspark_eval.environment import heading
 from dspark_eval.intervals import paired
 from dspark_eval.real_text.answers import prompt_ids
 from dspark_eval.real_text.prompts import test_files
@@ -60,12 +60,13 @@ def measure_speed(
     slow_per_set: int | None,
     max_new_tokens: int,
     loops: bool = True,
+    arguments: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Tokens a second of every way over the first prompts of each set; writes OUT/speed.json.
 
     Of the drafters `arms`; `asked` is what decided it, for those that would repeat it. Ways that
     are not recorded answer the first `slow_per_set` of each set, None: all, 0: they are left out;
-    not `loops`: drafters are among them no more.
+    not `loops`: drafters are among them no more. `arguments`: of the command, for the file.
     """
     target = loaded.target
     if not isinstance(target, HFTarget):
@@ -88,12 +89,12 @@ def measure_speed(
     for way in found.named.values():
         way(prompt_lists[0], min(WARM_TOKENS, max_new_tokens))
     document: dict[str, Any] = {
+        **heading("real_text", arguments, None, target.device, target.dtype),
         ASKED: dict(asked),
         "asked_prompts": len(prompt_lists),
         "max_new_tokens": max_new_tokens,
         "recorded": found.recorded,
         "refused": found.refused,
-        "environment": describe_environment(target.device, target.dtype),
     }
     for at, ids in enumerate(prompt_lists):
         due = [name for name in runs if at < slow or is_recorded(name)]
