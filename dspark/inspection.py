@@ -208,6 +208,7 @@ def _calibrated(calibration: Calibration | None) -> tuple[str, ...]:
     return tuple(
         f"{entry.setting}: {counted(entry.rounds, 'round')}, ECE {_mean(entry.ece_before)} before "
         f"and {_mean(entry.ece_after)} after (a perfect forecast: {_mean(entry.ece_floor)})"
+        + (f"; {entry.sparse}" if entry.sparse else "")
         for entry in calibration.settings
     )
 

@@ -52,6 +52,7 @@ GREEDY = Fitted(
     average_ece_after_ci95=(0.008, 0.02),
     rounds=900,
     prompts=60,
+    reached=(900, 700, 0),
 )
 WARM = replace(GREEDY, temperature=1.0, temperatures=(1.5, 1.25, 3.0), average_ece_after_ci95=None)
 NUCLEUS = replace(WARM, top_p=0.9, temperatures=(4.0, 4.0, 4.0))
@@ -98,6 +99,7 @@ def test_a_fitted_entry_stands_in_the_file_as_it_is() -> None:
         "ece_after": [0.01, 0.02, None], "ece_floor": [0.01, 0.015, None],
         "auc": [0.8, None, None], "brier": [0.2, 0.1, None],
         "average_ece_after_ci95": [0.008, 0.02], "rounds": 900, "prompts": 60, "stops": None,
+        "reached": [900, 700, 0],
     }  # fmt: skip
 
 
@@ -161,6 +163,16 @@ def test_confidence_is_the_step_of_the_calibrated_survival() -> None:
     torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-5, atol=0)
     assert torch.equal(RAW.confidence(logits, sampling(0.0)), torch.sigmoid(logits))
     assert GOOD.confidence(logits.bfloat16(), sampling(1.0)).dtype == torch.float32
+
+
+def test_slots_that_few_rounds_reached_are_named() -> None:
+    assert WARM.sparse == "slot 3 reached by n = 0 rounds: corrected as slot 2"
+    several = replace(WARM, reached=(10, 9, 0)).sparse
+    assert several == "slots 2 to 3 reached by n = 9, 0 rounds: corrected as slot 1"
+    none = replace(WARM, reached=(5, 1, 0)).sparse
+    assert none == "slots 1 to 3 reached by n = 5, 1, 0 rounds: not corrected"
+    assert replace(WARM, reached=(900, 100, 10)).sparse is None
+    assert replace(WARM, reached=None).sparse is None  # written before it was kept
 
 
 # ------------------------------------------------------------------ what loads
@@ -241,6 +253,9 @@ BAD_ENTRIES = {
     "average_ece_after_ci95: 0.1 given": {"average_ece_after_ci95": 0.1},
     "rounds: True given": {"rounds": True},
     "biases: no such key": {"biases": [0.0, 0.0, 0.0]},
+    "reached: a list of 3": {"reached": [900, 700]},
+    "reached: -1 given": {"reached": [900, 700, -1]},
+    r"reached: \[7, 9, 0\] given, counts that never rise": {"reached": [7, 9, 0]},
 }
 
 
@@ -260,7 +275,11 @@ def test_a_malformed_entry_is_refused_by_name(tmp_path: Path, message: str) -> N
         load_drafter(folder)
 
 
-@pytest.mark.parametrize("key", sorted(set(GOOD.to_dict()["settings"][0]) - {"stops"}))
+NEWER = {"stops", "reached"}
+"""Entries were written without them."""
+
+
+@pytest.mark.parametrize("key", sorted(set(GOOD.to_dict()["settings"][0]) - NEWER))
 def test_an_entry_without_a_key_is_refused(key: str) -> None:
     raw = GOOD.to_dict()
     del raw["settings"][1][key]
@@ -292,6 +311,14 @@ def test_it_is_not_read_from_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("calibration", [RAW, GOOD])
 def test_reading_is_the_inverse_of_writing(calibration: Calibration) -> None:
     assert calibration_from_dict(json.loads(json_text(calibration.to_dict())), 3) == calibration
+
+
+def test_entries_written_without_counts_load_and_have_none() -> None:
+    raw = GOOD.to_dict()
+    for entry in raw["settings"]:
+        del entry["reached"]
+    old = calibration_from_dict(raw, 3)
+    assert old.settings == tuple(replace(entry, reached=None) for entry in (GREEDY, WARM))
 
 
 # ------------------------------------------------------------------ thresholds of policies

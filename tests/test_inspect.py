@@ -12,6 +12,7 @@ import torch
 
 from dspark import cli, console
 from dspark.draft.checkpoint import save_drafter
+from dspark.draft.model import DSparkDrafter
 from dspark.draft.speedup import accepted_length, best, predict
 from dspark.errors import UserError
 from dspark.files import read_json
@@ -25,6 +26,7 @@ from dspark_eval.sglang_files import sps_table
 from tests import published_drafters as published
 from tests.k3_tiny import TINY, tiny_model
 from tests.published_drafters import PUBLISHED
+from tests.test_calibration import CONFIG, GOOD
 from tests.test_golden import REDUCED, edit, made
 from tests.tiny_drafters import FULL
 
@@ -246,6 +248,21 @@ def test_acceptance_of_every_document(tmp_path: Path) -> None:
     for bad in ("0.9;0.8", "1.2", "nan", str(tmp_path / "nowhere.json")):
         with pytest.raises(UserError, match="neither a file nor numbers"):
             read_acceptance(bad)
+
+
+def test_slots_without_a_fit_of_their_own_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drafter = DSparkDrafter(CONFIG)
+    drafter.calibration = GOOD
+    save_drafter(tmp_path / "d", drafter)
+    assert console.run(cli.app, ["inspect", str(tmp_path / "d")]) == 0
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("calibrated for")
+    ]
+    assert len(lines) == 2
+    for line in lines:
+        assert line.endswith("; slot 3 reached by n = 0 rounds: corrected as slot 2")
 
 
 def test_the_best_file_of_a_folder_is_taken(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dspark.draft.calibration import MIN_REACHED
 from dspark.draft.curves import IDENTITY, curved_survival, fit_curves
 from dspark.draft.reliability import (
     BINS,
@@ -31,6 +32,7 @@ from dspark.draft.scaling import (
     HIGHEST,
     LOWEST,
     fit_setting,
+    fit_slots,
     fit_temperatures,
     held_out_survival,
 )
@@ -267,6 +269,86 @@ def test_temperatures_stay_in_the_grid_and_unseen_slots_stay_as_they_are():
 def test_one_prompt_is_no_evidence():
     with pytest.raises(ValueError, match="at least 2"):
         fit_setting(stream(10, (1.0,), 0), SamplingParams())
+
+
+# ------------------------------------------------------------------ slots that few rounds reached
+
+
+def thinning(reached: tuple[int, ...], logit: float | None = None) -> ConfidenceRounds:
+    """1,500 rounds of which at most `reached[j]` got to slot j; `logit` in the last two slots."""
+    rounds = stream(1500, (2.0,) * len(reached), 3)
+    accepted = rounds.accepted.copy()
+    for slot, most in enumerate(reached):
+        beyond = np.flatnonzero(accepted >= slot)[most:]
+        accepted[beyond] = np.minimum(accepted[beyond], slot - 1)
+    logits = rounds.logits.copy()
+    if logit is not None:
+        logits[:, -2:] = logit
+    return ConfidenceRounds(logits, accepted, rounds.verified, rounds.prompt)
+
+
+def test_rounds_that_reach_a_slot_by_hand() -> None:
+    """Cut after slots 2, 2, 2, 1; the third round fails in slot 1, the others accept 2, 1, 1."""
+    logits = np.zeros((4, 3))
+    rounds = ConfidenceRounds(
+        logits, np.array([2, 1, 0, 1]), np.array([2, 2, 2, 1]), np.array([0, 0, 1, 1])
+    )
+    assert rounds.reached == (4, 2, 0)
+
+
+def test_slots_with_rounds_are_fitted_as_ever() -> None:
+    rounds = stream(2000, (1.0, 2.0, 0.5), 8)
+    temperatures = fit_temperatures(rounds)
+    assert fit_slots(rounds) == (temperatures, fit_curves(rounds, temperatures))
+    entry, _ = fit_setting(rounds, SamplingParams(temperature=1.0))
+    assert entry.reached == rounds.reached
+    assert entry.reached[0] == 2000
+    assert min(entry.reached) > MIN_REACHED
+    assert entry.sparse is None
+
+
+def test_a_slot_that_too_few_rounds_reached_is_corrected_as_the_one_before() -> None:
+    """Slots 4 and 5: nine rounds and none, and a head that says 0.27. Fitted on survivals that are
+    all 0 they would say 0 and 1."""
+    rounds = thinning((1500, 1500, 1500, MIN_REACHED - 1, 0), logit=-1.0)
+    assert rounds.reached[3:] == (9, 0)
+    own = fit_temperatures(rounds)
+    temperatures, curves = fit_slots(rounds)
+    assert temperatures == (*own[:3], own[2], own[2])
+    first = fit_curves(rounds, own)[:3]
+    assert curves == (*first, first[2], first[2])
+    entry, _ = fit_setting(rounds, SamplingParams(temperature=1.0))
+    assert (entry.temperatures, entry.curves) == (temperatures, curves)
+    assert entry.sparse == "slots 4 to 5 reached by n = 9, 0 rounds: corrected as slot 3"
+    found = entry.confidence(torch.tensor(rounds.logits)).numpy()
+    assert 0.05 < found[:, 3:].min() < found[:, 3:].max() < 0.6
+
+
+def test_many_rounds_that_all_fail_are_evidence() -> None:
+    """Slot 3: hundreds of rounds, no survivor. Its confidence is low whatever the head says, and
+    that of slot 4, which no round reached, follows the head."""
+    rounds = thinning((1500, 1500, 1500, 0))
+    assert rounds.reached[2] > 400
+    own = fit_temperatures(rounds)
+    assert own[2] in (pytest.approx(LOWEST), pytest.approx(HIGHEST))  # no loss bounds it
+    temperatures, curves = fit_slots(rounds)
+    assert temperatures == (*own[:2], own[1], own[1])
+    assert curves[2] == fit_curves(rounds, temperatures)[2] == curves[3]
+    entry, _ = fit_setting(rounds, SamplingParams(temperature=1.0))
+    found = entry.confidence(torch.tensor(rounds.logits)).numpy()
+    assert found[:, 2].mean() < 0.02
+    assert found[:, 3].max() < 0.999
+    assert np.corrcoef(found[:, 3], sigmoid(rounds.logits[:, 3]))[0, 1] > 0.9
+    assert entry.sparse == "slot 4 reached by n = 0 rounds: corrected as slot 3"
+
+
+def test_a_handful_of_rounds_changes_nothing() -> None:
+    rounds = stream(5, (2.0, 2.0, 2.0), 0, per_prompt=3)
+    assert fit_slots(rounds) == ((1.0,) * 3, (IDENTITY,) * 3)
+    entry, _ = fit_setting(rounds, SamplingParams(temperature=1.0))
+    assert entry.ece_after == entry.ece_before
+    assert entry.sparse.startswith("slots 1 to 3 reached by n = 5, ")
+    assert entry.sparse.endswith(" rounds: not corrected")
 
 
 # ------------------------------------------------------------------ what temperatures leave over

@@ -33,6 +33,9 @@ SCHEMA_VERSION = 2
 NOT_CALIBRATED = "the drafter's confidence is not calibrated; run `dspark calibrate`"
 TEACHER_FORCED = "held-out rows, teacher-forced, temperature 1"
 
+MIN_REACHED = 10
+"""Rounds that must reach a slot; below, it is corrected as the slot before it."""
+
 Slots = tuple[float | None, ...]
 
 
@@ -85,6 +88,8 @@ class Fitted:
     brier        [G] likewise
     average_ece_after_ci95  of the mean over slots, resampling prompts; None below two prompts
     rounds, prompts         how many were fitted on, and judged
+    reached      [G] rounds in which a slot was verified and all before it accepted; below
+                 `MIN_REACHED` it has temperature and curve of the slot before. None: not kept then
     stops        thresholds of draft-length policies; None: fitted without step times
     """
 
@@ -104,6 +109,7 @@ class Fitted:
     rounds: int
     prompts: int
     stops: Stops | None = None
+    reached: tuple[int, ...] | None = None
 
     def confidence(self, logits: Tensor) -> Tensor:
         """Raw logits [..., g] of the first g slots -> calibrated confidence, same shape, fp32."""
@@ -113,6 +119,17 @@ class Fitted:
     def setting(self) -> str:
         """For messages: "temperature 1, top-p 0.95"."""
         return describe(self)
+
+    @property
+    def sparse(self) -> str | None:
+        """For messages, the slots that too few rounds reached; None: there are none, or unknown."""
+        few = [count for count in self.reached or () if count < MIN_REACHED]
+        if not few:
+            return None
+        first, last = len(self.temperatures) - len(few) + 1, len(self.temperatures)
+        slots = f"slots {first} to {last}" if len(few) > 1 else f"slot {last}"
+        how = f"corrected as slot {first - 1}" if first > 1 else "not corrected"
+        return f"{slots} reached by n = {', '.join(map(str, few))} rounds: {how}"
 
 
 @dataclass(frozen=True)

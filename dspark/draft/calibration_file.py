@@ -1,7 +1,7 @@
 """Reading `calibration.json`, every value checked: a wrong temperature would only cost speed.
 
 Version 2 is what `Calibration.to_dict` writes; version 1 had no fitted settings. Entries of version
-2 that were written without `stops` have none.
+2 that were written without `stops` or `reached` have none.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import fields
+from itertools import pairwise
 from typing import Any
 
 from dspark.draft.calibration import SCHEMA_VERSION, Calibration, Fitted, Stops, describe
@@ -99,6 +100,7 @@ def _fitted(raw: Any, block_size: int) -> Fitted:
         rounds=_count(raw.get("rounds"), "rounds"),
         prompts=_count(raw.get("prompts"), "prompts"),
         stops=None if raw.get("stops") is None else _stops(raw["stops"], block_size),
+        reached=None if raw.get("reached") is None else _reached(raw, block_size),
     )
 
 
@@ -149,6 +151,13 @@ def _probabilities(raw: Mapping[str, Any], key: str, block_size: int) -> tuple[f
         if value is not None and not (_is_number(value) and 0 <= value <= 1):
             raise ValueError(f"{key}: {value!r} given, a probability or null was expected")
     return tuple(values)
+
+
+def _reached(raw: Mapping[str, Any], block_size: int) -> tuple[int, ...]:
+    values = tuple(_count(value, "reached") for value in _slots(raw, "reached", block_size))
+    if any(later > earlier for earlier, later in pairwise(values)):
+        raise ValueError(f"reached: {list(values)} given, counts that never rise were expected")
+    return values
 
 
 def _slots(raw: Mapping[str, Any], key: str, block_size: int) -> list[Any]:

@@ -81,6 +81,13 @@ class ConfidenceRounds:
         """[n], label 1(a >= slot + 1); means something where `judged` only."""
         return self.accepted > slot
 
+    @property
+    def reached(self) -> tuple[int, ...]:
+        """[G], rounds that tell how likely a slot is, once all before it are accepted."""
+        return tuple(
+            int((self.judged(slot) & (self.accepted >= slot)).sum()) for slot in range(self.slots)
+        )
+
     def take(self, rows: Bools | Ints) -> ConfidenceRounds:
         """Some of the rounds."""
         return ConfidenceRounds(

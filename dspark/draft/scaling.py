@@ -12,15 +12,20 @@ moves the minimum, and on a few hundred rounds the fit follows such steps.
 
 What is left is the business of `curves`; SGLang's format has the temperatures alone.
 
-Letters: n rounds, G slots, s survival product, l logit, a accepted slots.
+s_j is measured in every round, c_j = s_j / s_{j-1} in those that reached slot j only: a >= j - 1.
+Where no round did, any c_j goes with survivals that are right, and both fits run off to where they
+say 0 or 1. So below `MIN_REACHED` such rounds a slot has temperature and curve of the slot before;
+with enough of them, all rejected, its curve but not its temperature, which no loss would bound.
+
+Letters: n rounds, G slots, s survival product, l logit, a accepted slots, c confidence.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from dspark.draft.calibration import Fitted, Sampling
-from dspark.draft.curves import IDENTITY, curved_survival, fit_curves
+from dspark.draft.calibration import MIN_REACHED, Fitted, Sampling
+from dspark.draft.curves import IDENTITY, Curve, curved_survival, fit_curves
 from dspark.draft.reliability import (
     Bools,
     ConfidenceRounds,
@@ -67,6 +72,24 @@ def _best(grid: Floats, before: Floats, logits: Floats, labels: Bools) -> float:
     return float(grid[order[0]])
 
 
+def fit_slots(rounds: ConfidenceRounds) -> tuple[tuple[float, ...], tuple[Curve, ...]]:
+    """Temperatures and curves of all slots, those of too few rounds being the slot's before them.
+
+    The first slots that have enough are as `fit_temperatures` and `fit_curves` have them. Without
+    any, nothing is changed: temperature 1 and the identity.
+    """
+    reached = rounds.reached
+    temperatures = list(fit_temperatures(rounds))
+    for slot in range(rounds.slots):
+        if reached[slot] < MIN_REACHED or not rounds.survived(slot).any():
+            temperatures[slot] = temperatures[slot - 1] if slot else 1.0
+    curves = list(fit_curves(rounds, temperatures))
+    for slot in range(rounds.slots):
+        if reached[slot] < MIN_REACHED:
+            curves[slot] = curves[slot - 1] if slot else IDENTITY
+    return tuple(temperatures), tuple(curves)
+
+
 def held_out_survival(rounds: ConfidenceRounds, *, seed: int = 0) -> tuple[Floats, Floats]:
     """[n, G] survival by temperatures alone, and with curves.
 
@@ -76,10 +99,9 @@ def held_out_survival(rounds: ConfidenceRounds, *, seed: int = 0) -> tuple[Float
     curved = scaled.copy()
     first, second = split_prompts(rounds, seed=seed)
     for fitted_on, judged in ((first, second), (second, first)):
-        half, logits = rounds.take(fitted_on), rounds.logits[judged]
-        temperatures = fit_temperatures(half)
-        scaled[judged] = survival(logits, temperatures)
-        curved[judged] = curved_survival(logits, temperatures, fit_curves(half, temperatures))
+        temperatures, curves = fit_slots(rounds.take(fitted_on))
+        scaled[judged] = survival(rounds.logits[judged], temperatures)
+        curved[judged] = curved_survival(rounds.logits[judged], temperatures, curves)
     return scaled, curved
 
 
@@ -97,8 +119,7 @@ def fit_setting(
     """
     if rounds.prompts < 2:
         raise ValueError(f"rounds of {rounds.prompts} prompts: at least 2 are needed")
-    temperatures = fit_temperatures(rounds)
-    curves = fit_curves(rounds, temperatures)
+    temperatures, curves = fit_slots(rounds)
     raw = survival(rounds.logits, (1.0,) * rounds.slots)
     candidates = (raw, *held_out_survival(rounds, seed=seed))
     judged = [reliability(scores, rounds) for scores in candidates]
@@ -124,5 +145,6 @@ def fit_setting(
         average_ece_after_ci95=average_ece_ci95(candidates[best], rounds, seed=seed),
         rounds=len(rounds),
         prompts=rounds.prompts,
+        reached=rounds.reached,
     )
     return entry, candidates[best]
