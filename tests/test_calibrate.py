@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from dspark.draft.calibration import Fitted
 from dspark.draft.checkpoint import load_drafter, save_drafter
 from dspark.draft.curves import curved_survival
 from dspark.errors import UserError
@@ -22,6 +23,8 @@ from dspark.runtime.draft_head import DraftHead
 from dspark.runtime.policies.choose import POLICIES, PolicyChoice, make_policy
 from dspark.runtime.proposal import propose
 from dspark.runtime.sampling import SamplingParams, request_generator
+from dspark.wording import counted
+from dspark_eval import calibrate as calibrate_module
 from dspark_eval import step_times
 from dspark_eval.acceptance import run_eval
 from dspark_eval.calibrate import run_calibrate
@@ -231,6 +234,56 @@ def test_a_second_call_adds_its_setting_and_keeps_the_others(calibrated: Any) ->
     after = load_drafter(pair.draft).calibration
     assert [entry.temperature for entry in after.settings] == [0.0, 0.5, 1.0]
     assert (after.settings[0], after.settings[2]) == before.settings
+
+
+def entries(pair: TinyPair) -> dict[float, Fitted]:
+    return {entry.temperature: entry for entry in load_drafter(pair.draft).calibration.settings}
+
+
+def test_a_fit_on_fewer_prompts_replaces_none_on_more_unless_told(
+    calibrated: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before target and drafter are read; another temperature may have any fit."""
+    shutil.copytree(calibrated[0].draft, tmp_path / "draft")
+    pair = replace(calibrated[0], draft=tmp_path / "draft")
+    path = pair.draft / "calibration.json"
+    before, text = entries(pair), path.read_bytes()
+    few = {"n_prompts": 2, "max_new_tokens": 4, "out": tmp_path / "out"}
+    with monkeypatch.context() as patch, pytest.raises(UserError) as refused:
+        patch.setattr(calibrate_module, "load_pair", None)
+        run_calibrate(options(pair, temperature=(0.25, 1.0), **few))
+    said = str(refused.value)
+    assert said.startswith(f"{path}: fitted on 6 prompts at temperature 1, which 2 would replace;")
+    assert "--n-prompts" in said
+    assert "--replace" in said
+    assert "\n" not in said
+    assert path.read_bytes() == text
+    run_calibrate(options(pair, temperature=(0.25,), **few))
+    beside = entries(pair)
+    assert beside == before | {0.25: beside[0.25]}
+    document = run_calibrate(options(pair, temperature=(1.0,), replace=True, **few))
+    after = entries(pair)
+    assert after == beside | {1.0: after[1.0]}
+    assert after[1.0].prompts == document["settings"][0]["prompts"] == 2
+    rounds = counted(after[1.0].rounds, "round")
+    replaced = f"temperature 1: a fit on {rounds} has replaced one on {before[1.0].rounds}"
+    assert replaced in document["warnings"]
+    assert any("slots 1 to 4 reached by n = " in line for line in document["warnings"])
+    assert document["settings"][0]["reached"] == list(after[1.0].reached)
+
+
+def test_as_many_prompts_replace_the_fit(calibrated: Any, tmp_path: Path) -> None:
+    """Other sets may fill up the number, and about as many rounds are nothing to mention."""
+    shutil.copytree(calibrated[0].draft, tmp_path / "draft")
+    pair = replace(calibrated[0], draft=tmp_path / "draft")
+    document = run_calibrate(options(pair, temperature=(1.0,), seed=1))
+    assert not any("has replaced" in line for line in document["warnings"])
+    half = pair.draft / "half.jsonl"
+    half.write_text("".join(pair.prompts.read_text().splitlines(keepends=True)[:3]))
+    sets = {"suites": (str(pair.prompts), str(half)), "max_new_tokens": 6}
+    run_calibrate(options(pair, temperature=(0.0,), n_prompts=3, **sets))
+    assert entries(pair)[0.0].prompts == 6
+    assert entries(pair)[0.0].rounds < calibrated[1]["settings"][0]["rounds"]
 
 
 def test_the_table_shows_before_after_and_what_chance_shows(calibrated: Any, capsys: Any) -> None:

@@ -200,8 +200,10 @@ def test_calibrate_takes_several_sets_and_temperatures(run: Run, caught: dict[st
     assert options.suites == ("a.jsonl", "nano-validation")
     assert [(s.temperature, s.top_p) for s in options.sampling()] == [(0.0, 0.9), (0.7, 0.9)]
     assert (options.sglang, options.profile, options.quiet) == (Path("s"), True, True)
-    run("calibrate", "--draft", "d", "--cost-model", "c.json")
+    assert options.replace is False
+    run("calibrate", "--draft", "d", "--cost-model", "c.json", "--replace")
     assert caught["calibrate"].cost_model == Path("c.json")
+    assert caught["calibrate"].replace is True
 
 
 def test_every_option_of_bench_arrives(run: Run, caught: dict[str, Any]) -> None:

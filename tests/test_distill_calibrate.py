@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from dspark.distill.calibrate import MIN_PROMPTS, _together, calibrate_held_out
+from dspark.distill.card import Provenance
+from dspark.distill.finished import write_drafter_folder
 from dspark.distill.processes import Processes
+from dspark.draft.calibration import Fitted
+from dspark.draft.checkpoint import read_calibration
 from dspark.draft.reliability import ConfidenceRounds
 from tests import distill_setup as setup
 from tests.toy_target import ToyTarget
@@ -76,3 +82,25 @@ def test_rounds_travel_exactly() -> None:
     assert found.logits.tobytes() == rounds.logits[::-1].tobytes()
     none = rounds.take(np.array([], dtype=np.int64))
     assert _together(none, setup.ALONE).logits.shape == (0, 2)
+
+
+def test_longer_training_leaves_no_fit_of_the_weights_before_it(tmp_path: Path) -> None:
+    """However many prompts that one had, and at whatever temperature."""
+    drafter = setup.drafter(TARGET)
+    facts = Provenance(
+        target="toy", target_digest="", tokenizer_hash="", template_hash="", prompt_files=(),
+        rows_digest="", training_rows=1, supervised_tokens=1, held_out_rows=20, parameters=1,
+        steps=1, epochs=1, seed=0, processes=1, started_with="fresh weights",
+    )  # fmt: skip
+
+    def finish(fitted: Sequence[Fitted]) -> tuple[Fitted, ...]:
+        write_drafter_folder(tmp_path / "run", drafter, (), facts, {}, fitted)
+        calibration = read_calibration(tmp_path / "run", drafter.config)
+        assert calibration is not None
+        return calibration.settings
+
+    (new,) = fit(tmp_path, held_out=HELD_OUT[:MIN_PROMPTS], eval__temperatures=[1.0])
+    tuned = replace(new, prompts=500, rounds=20_000)
+    assert finish([tuned, replace(tuned, temperature=2.0)])[0] == tuned
+    assert finish([new]) == (new,)
+    assert finish([]) == ()

@@ -63,6 +63,10 @@ def calibrate(
             "where --cost-model says.",
         ),
     ] = False,
+    replace: Annotated[
+        bool,
+        typer.Option("--replace", help="Replace entries that were fitted on more prompts, too."),
+    ] = False,
     as_json: PrintJson = False,
 ) -> None:
     """Fit what the drafter's confidence is worth, on rounds it was not trained on."""
@@ -85,6 +89,7 @@ def calibrate(
         sglang=sglang,
         cost_model=cost_model,
         profile=profile,
+        replace=replace,
         quiet=as_json,
     )
     from dspark_eval.calibrate import run_calibrate

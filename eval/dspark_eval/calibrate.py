@@ -11,14 +11,22 @@ Figures after the fit are of prompts that it has not seen: halves of the prompts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dspark.draft.calibration import CALIBRATION_FILE, Calibration, Fitted, Stops, measured
+from dspark.draft.calibration import (
+    CALIBRATION_FILE,
+    MIN_REACHED,
+    Calibration,
+    Fitted,
+    Stops,
+    measured,
+)
+from dspark.draft.checkpoint import read_calibration, read_config
 from dspark.draft.reliability import BINS, ConfidenceRounds, Floats, average, bin_sums, survival
 from dspark.draft.scaling import fit_setting
 from dspark.errors import UserError
@@ -29,6 +37,7 @@ from dspark.runtime.policies.fitting import fit_stops
 from dspark.runtime.policies.replay import whole_blocks
 from dspark.runtime.records import RoundRecord
 from dspark.runtime.sampling import SamplingParams
+from dspark.wording import counted
 from dspark_eval.costs import Costs, find_costs
 from dspark_eval.environment import describe_environment
 from dspark_eval.intervals import sample_size_warnings
@@ -49,13 +58,16 @@ def run_calibrate(options: CalibrateOptions) -> dict[str, Any]:
     """Fit, write into the drafter's folder, report. Returns what `reliability.json` holds.
 
     Raises `UserError` for what `load_suites` and `load_pair` refuse, for a drafter without a
-    confidence head, too few prompts, and a folder that cannot be written.
+    confidence head, too few prompts, entries of more prompts (but for `replace`), and a folder that
+    cannot be written.
     """
     suites = [
         suite
         for name in options.suites
         for suite in load_suites(name, n_prompts=options.n_prompts, seed=options.seed)
     ]
+    if not options.replace:
+        _check_kept(options, sum(len(suite.rows) for suite in suites))
     pair = load_pair(options)
     if pair.drafter.confidence_head is None:
         raise UserError(f"{options.draft}: this drafter has no confidence head; nothing to fit")
@@ -96,6 +108,7 @@ def run_calibrate(options: CalibrateOptions) -> dict[str, Any]:
             *pair.warnings,
             *(costs.warnings if costs is not None else [NO_STOPS]),
             *sample_size_warnings(len(prompts)),
+            *_doubts(pair.drafter.calibration, fitted),
             *(note for suite in suites for note in suite.notes),
         ],
     }
@@ -103,6 +116,25 @@ def run_calibrate(options: CalibrateOptions) -> dict[str, Any]:
     if not options.quiet:
         print_calibration(document, str(Path(options.draft) / CALIBRATION_FILE))
     return document
+
+
+def _check_kept(options: CalibrateOptions, prompts: int) -> None:
+    """Refuse to put a fit of fewer prompts in the place of one of more.
+
+    What a fit is worth rests on its prompts. One that `distill` made belongs to the weights beside
+    it, since whatever trains them writes the file anew.
+    """
+    calibration = read_calibration(options.draft, read_config(options.draft))
+    if calibration is None:
+        return
+    for sampling in options.sampling():
+        found = calibration.nearest(sampling)
+        if found is not None and found[1] and found[0].prompts > prompts:
+            raise UserError(
+                f"{Path(options.draft) / CALIBRATION_FILE}: fitted on {found[0].prompts} prompts "
+                f"at {found[0].setting}, which {prompts} would replace; give as many or more "
+                "(--n-prompts, --suite), or --replace"
+            )
 
 
 def _collect(
@@ -152,6 +184,19 @@ def _fit(
             "at least 2 are needed; give more prompts, or a larger --max-new-tokens"
         )
     return fit_setting(rounds, sampling, seed=options.seed)
+
+
+def _doubts(old: Calibration | None, fitted: Sequence[Fitted]) -> Iterator[str]:
+    """What to say of entries that rest on little: slots without a fit, or half as many rounds."""
+    for entry in fitted:
+        found = None if old is None else old.nearest(entry)
+        if found is not None and found[1] and found[0].rounds > 2 * entry.rounds:
+            yield (
+                f"{entry.setting}: a fit on {counted(entry.rounds, 'round')} has replaced one on "
+                f"{found[0].rounds}"
+            )
+        if entry.sparse is not None:
+            yield f"{entry.setting}: {entry.sparse} (fewer than {MIN_REACHED}); give more prompts"
 
 
 def _report(rounds: ConfidenceRounds, entry: Fitted, curved: Floats) -> dict[str, Any]:

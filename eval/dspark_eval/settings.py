@@ -127,7 +127,8 @@ class CalibrateOptions(AtTemperatures):
     temperature: one entry is fitted for each value. out: folder for reliability.json and the
     pictures, None = the drafter's. sglang: folder for files in SGLang's formats. cost_model: step
     times, for thresholds of draft-length policies and SGLang's cost table; profile: measure them
-    now and write them there. Without either, what lies beside the drafter.
+    now and write them there. Without either, what lies beside the drafter. replace: also entries
+    that were fitted on more prompts.
     """
 
     suites: tuple[str, ...] = ("nano-validation",)
@@ -135,6 +136,7 @@ class CalibrateOptions(AtTemperatures):
     temperature: tuple[float, ...] = (0.0, 1.0)
     out: Path | None = None
     sglang: Path | None = None
+    replace: bool = False
 
     def __post_init__(self) -> None:
         self.check()
