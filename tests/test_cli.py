@@ -31,6 +31,8 @@ COMMANDS = [
     "study", "report", "generate",
 ]  # fmt: skip
 
+TOO_LARGE = str(2**63)
+
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -123,6 +125,15 @@ def test_version(run: Run) -> None:
         (["bench", "--draft", ""], "--draft: got an empty value"),
         (["distill", "--out", ""], "--out: got an empty value"),
         (["bench", "--draft", "x", "--seed", "-1"], "--seed: expected 0 or more"),
+        (["bench", "--draft", "x", "--seed", TOO_LARGE], "--seed: expected at most"),
+        (["eval", "--draft", "x", "--seed", TOO_LARGE], "--seed: expected at most"),
+        (["eval", "--compare", "x", "lookup", "--seed", TOO_LARGE], "--seed: expected at most"),
+        (["calibrate", "--draft", "x", "--seed", TOO_LARGE], "--seed: expected at most"),
+        (["generate", "a", "--seed", TOO_LARGE], "--seed: expected at most"),
+        (["distill", "--seed", TOO_LARGE], "train.seed: expected at most"),
+        (["distill", "--set", f"data.seed={TOO_LARGE}"], "data.seed: expected at most"),
+        (["study", "family", "--out", "x", "--seeds", TOO_LARGE], "expected 1 to 1000"),
+        (["study", "family", "--out", "x", "--set", f"data.seed={TOO_LARGE}"], "data.seed: "),
         (["eval", "--draft", "x", "--threads", "100000"], "--threads: expected at most"),
         (["distill", "--set", "train.lr=2024-13-45"], "not YAML"),
     ],

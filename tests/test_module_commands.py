@@ -45,6 +45,21 @@ def test_a_wrong_option_is_one_line(name: str, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("name", MODULES)
+def test_a_seed_beyond_63_bits_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main_of(name)(["--help"])
+    if "--seed " not in capsys.readouterr().out:
+        pytest.skip("draws nothing")
+    for seed, expected in ((2**63, f"got {2**63}"), (-1, "got -1"), ("x", "a whole number")):
+        with pytest.raises(SystemExit) as ended:
+            main_of(name)([f"--seed={seed}"])
+        told = capsys.readouterr()
+        assert (ended.value.code, told.out, told.err.count("\n")) == (2, "", 1)
+        assert "argument --seed: expected" in told.err
+        assert expected in told.err
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_help_names_the_command_as_it_is_typed(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,9 @@ from dspark.commands.app import app
 from dspark.commands.distill import parse_settings
 from dspark.commands.options import PrintJson, Target, print_json
 
+MOST_SEEDS = 1000
+"""Runs of an arm; who asks for more meant a seed."""
+
 
 @app.command(epilog="Example: `dspark study family --out runs/family --arm kda-0 mla --seeds 3`")
 def study(
@@ -46,8 +49,8 @@ def study(
     from dspark_eval.study.arms import find_study
     from dspark_eval.study.plan import Plan
 
-    if seeds < 1:
-        raise typer.BadParameter(f"{seeds}: expected 1 or more", param_hint="--seeds")
+    if not 1 <= seeds <= MOST_SEEDS:
+        raise typer.BadParameter(f"{seeds}: expected 1 to {MOST_SEEDS}", param_hint="--seeds")
     plan = Plan(
         study=find_study(name).only(tuple(arm or ())),
         out=out,

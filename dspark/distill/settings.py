@@ -15,6 +15,7 @@ from dspark.distill.options import check, check_at_least, option
 from dspark.draft.config import MARKOV_HEAD_TYPES
 from dspark.draft.kinds import BACKBONES, backbone_names
 from dspark.draft.shapes import GLA, INIT_SCALES
+from dspark.seeds import check_seed
 
 INITS = ("random", "target")
 """What a drafter without `init_from` starts as."""
@@ -65,7 +66,9 @@ class DataSettings:
 
     def __post_init__(self) -> None:
         check_at_least("data", self, 1, "max_prompts", "max_new_tokens", "batch_size")
-        check_at_least("data", self, 0, "temperature", "top_k", "held_out", "seed")
+        check_at_least("data", self, 0, "temperature", "top_k", "held_out")
+        if self.seed is not None:
+            check_seed("data.seed", self.seed)
         check_at_least("data", self, 2, "min_supervised")
         check_at_least("data", self, self.min_supervised + 1, "max_length")
         check(

@@ -13,6 +13,7 @@ from dspark.runtime.judge import Method
 from dspark.runtime.policies.bands import SIBLINGS
 from dspark.runtime.policies.choose import PolicyChoice
 from dspark.runtime.sampling import SamplingParams
+from dspark.seeds import check_seed
 
 DTYPES = ("float32", "bfloat16", "float16")
 _NOT_SHOWN = {"prompt", "draft", "svg", "cost_model", "threads", "device", "dtype"}
@@ -73,13 +74,13 @@ class GenerateOptions:
         least = {
             "--max-new-tokens": (self.max_new_tokens, 1),
             "--min-new-tokens": (self.min_new_tokens, 0),
-            "--seed": (self.seed, 0),
             "--no-repeat-ngram": (self.no_repeat_ngram, 0),
             "--siblings": (self.siblings or 0, 0),
             "--threads": (1 if self.threads is None else self.threads, 1),
         }
         for name, (value, low) in least.items():
             _require(value >= low, f"{name}: expected {low} or more; got {value}")
+        check_seed("--seed", self.seed)
         _require(
             self.min_new_tokens <= self.max_new_tokens,
             f"--min-new-tokens {self.min_new_tokens}: more than --max-new-tokens "

@@ -41,6 +41,7 @@ from dspark.nano.problems import FAMILIES
 from dspark.runtime.loading import LoadedTarget, load_target
 from dspark.runtime.plain import generate_batch
 from dspark.runtime.sampling import SamplingParams
+from dspark.seeds import seed_argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -241,7 +242,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--target", default="nano", help="shipped target or checkpoint folder")
     parser.add_argument("--problems", type=int, default=500)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--seed", type=int, default=SEED, help="of the problems and the draws")
+    parser.add_argument(
+        "--seed", type=seed_argument, default=SEED, help="of the problems and the draws"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args(arguments)
     result = evaluate(

@@ -19,6 +19,7 @@ from pathlib import Path
 from dspark.console import Parser, module_command
 from dspark.errors import UserError
 from dspark.nano.generate import SPLITS, row
+from dspark.seeds import seed_argument
 
 THRESHOLD = 0.4
 _WORD = re.compile(r"[a-z]+|\d+")
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("files", type=Path, nargs="+", help="evaluation questions as JSONL")
     parser.add_argument("--rows", type=int, default=20_000, help="generated rows to check")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed_argument, default=0)
     given = parser.parse_args(arguments)
     index = EvaluationIndex(q for path in given.files for q in read_questions(path))
     hits, largest = find_hits(index, given.rows, given.seed)

@@ -22,6 +22,7 @@ from pathlib import Path
 from dspark.console import Parser, module_command
 from dspark.errors import UserError
 from dspark.nano.generate import Instruction, Problem, instruction, problem, row
+from dspark.seeds import seed_argument
 
 PROMPT_SEED = 1
 """Not the seed of the target's training rows."""
@@ -106,7 +107,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="python -m dspark.nano.prompts", description="Write prompt files.")
     parser.add_argument("--out", type=Path, required=True, help="folder, for example data/prompts")
     parser.add_argument("--more", type=_positive, help="write so many further training prompts")
-    parser.add_argument("--seed", type=int, default=MORE_SEED, help="of --more")
+    parser.add_argument("--seed", type=seed_argument, default=MORE_SEED, help="of --more")
     given = parser.parse_args(arguments)
     files = {"more.jsonl": more_prompts(given.more, given.seed)} if given.more else prompt_files()
     try:

@@ -38,6 +38,7 @@ from dspark.k3.model import K3ForCausalLM
 from dspark.k3.moe import LatentMoE
 from dspark.nano.architecture import nano_config
 from dspark.nano.corpus import Corpus, load_tokenizer
+from dspark.seeds import seed_argument
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def batch_rows(recipe: Recipe, rows: int, step: int) -> Tensor:
     """Row ids of a step: the corpus in a new seeded order every epoch."""
     per_epoch = rows // recipe.rows_per_step
     epoch, place = divmod(step, per_epoch)
-    generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + epoch)
+    generator = torch.Generator().manual_seed((recipe.seed * 1_000_003 + epoch) % 2**63)
     order = torch.randperm(rows, generator=generator)
     return order[place * recipe.rows_per_step : (place + 1) * recipe.rows_per_step]
 
@@ -239,7 +240,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=Recipe.steps)
-    parser.add_argument("--seed", type=int, default=Recipe.seed)
+    parser.add_argument("--seed", type=seed_argument, default=Recipe.seed)
     parser.add_argument("--corpus-rows", type=int, default=Recipe.corpus_rows)
     parser.add_argument("--rows-per-step", type=int, default=Recipe.rows_per_step)
     parser.add_argument("--peak-lr", type=float, default=Recipe.peak_lr)

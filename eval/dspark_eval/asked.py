@@ -12,6 +12,7 @@ from pathlib import Path
 from dspark.devices import check_device_name
 from dspark.errors import UserError
 from dspark.runtime.sampling import SamplingParams
+from dspark.seeds import check_seed
 
 DTYPES = ("float32", "bfloat16", "float16")
 PUBLISHED_SEED = 980406  # the seed of DeepSpec's evaluation, for numbers to be set beside its own
@@ -69,7 +70,7 @@ class Decoding:
             self.threads is None or self.threads <= cores,
             f"--threads: expected at most {cores}, the cores of this machine; got {self.threads}",
         )
-        require(self.seed >= 0, f"--seed: expected 0 or more; got {self.seed}")
+        check_seed("--seed", self.seed)
         require(
             self.dtype in DTYPES,
             f"--dtype: expected one of {', '.join(DTYPES)}; got {self.dtype!r}",

@@ -33,6 +33,7 @@ from dspark.k3.static.cache import StaticCache
 from dspark.k3.static.decode import StaticDecoder
 from dspark.runtime.graph_decode import GraphDecoder
 from dspark.runtime.k3_target import K3Target
+from dspark.seeds import seed_argument
 from dspark_eval.device_profile import profile
 from dspark_eval.environment import heading
 from dspark_eval.random_k3 import SHAPES, random_model
@@ -267,7 +268,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="where the time goes")
     parser.add_argument("--peer", action="store_true", help="transformers beside it")
     parser.add_argument("--peer-tokens", type=int, default=48)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed_argument, default=0)
     parser.add_argument("--json", type=Path, help="write everything to this file")
     options = parser.parse_args(arguments)
     options.arguments = list(arguments)

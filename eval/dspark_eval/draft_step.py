@@ -40,6 +40,7 @@ from dspark.draft.mla_context import MLAContext
 from dspark.draft.shapes import KDAShape, MLAShape
 from dspark.errors import UserError
 from dspark.files import atomic_write_json
+from dspark.seeds import seed_argument
 from dspark_eval.busy import say_warnings
 from dspark_eval.environment import heading
 
@@ -214,7 +215,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--shrink", type=int, default=1, help="divide heads and head widths by it")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and contexts")
+    parser.add_argument("--seed", type=seed_argument, default=0, help="of weights and contexts")
     parser.add_argument("--json", type=Path, default=None)
     given = parser.parse_args(arguments)
     unknown = [name for name in given.backbones if name not in BACKBONES]

@@ -35,6 +35,7 @@ from dspark.runtime.graph_prompts import PromptReader
 from dspark.runtime.graph_sizes import SMALL, ByRate, SizeRule
 from dspark.runtime.policies import Auto, Fixed
 from dspark.runtime.sampling import SamplingParams
+from dspark.seeds import seed_argument
 from dspark_eval import metrics
 from dspark_eval.environment import heading
 from dspark_eval.frame_document import few_warnings, lines, speedup
@@ -269,7 +270,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="beside plain ones")
     parser.add_argument("--dtype", default="bfloat16", help="of k3-nano itself")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw of prompts")
+    parser.add_argument("--seed", type=seed_argument, default=0, help="of the draw of prompts")
     parser.add_argument("--energy-seconds", type=float, default=3.0, help="of a way; 0: none")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing after so many")
     parser.add_argument("--json", type=Path, help="write everything to this file")

@@ -32,6 +32,7 @@ from dspark.k3.static.decode import StaticDecoder
 from dspark.runtime.k3_target import K3Target
 from dspark.runtime.loading import load_target
 from dspark.runtime.sampling import SamplingParams
+from dspark.seeds import seed_argument
 from dspark.wording import counted
 from dspark_eval.environment import heading
 from dspark_eval.frame_document import few_warnings
@@ -148,7 +149,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--dtype", default="bfloat16", help="of k3-nano itself")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw of prompts")
+    parser.add_argument("--seed", type=seed_argument, default=0, help="of the draw of prompts")
     parser.add_argument("--energy-seconds", type=float, default=3.0, help="of each way; 0: none")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     options = parser.parse_args(arguments)

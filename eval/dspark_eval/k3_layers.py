@@ -35,6 +35,7 @@ from dspark.k3.config import K3Config
 from dspark.k3.static.decode import StaticDecoder
 from dspark.k3.static.weights import LayerWeights, tensors
 from dspark.runtime.graph_replay import Replay
+from dspark.seeds import seed_argument
 from dspark_eval.busy import say_warnings
 from dspark_eval.decode_speed import COPY_BYTES, copy_rate, seconds_each
 from dspark_eval.environment import heading
@@ -231,7 +232,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8], help="of a step")
     parser.add_argument("--context", type=int, default=8192, help="tokens read before")
     parser.add_argument("--count", type=int, default=50, help="steps timed back to back")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=seed_argument, default=0)
     parser.add_argument("--json", type=Path, help="write everything to this file")
     options = parser.parse_args(arguments)
     for name in ("rows", "context", "count"):

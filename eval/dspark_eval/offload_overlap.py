@@ -27,6 +27,7 @@ from dspark.files import atomic_write_json
 from dspark.k3.snapshot import Snapshot
 from dspark.runtime.graph_decode import GraphDecoder
 from dspark.runtime.k3_target import K3Target
+from dspark.seeds import seed_argument
 from dspark_eval.busy import say_warnings
 from dspark_eval.environment import heading
 from dspark_eval.random_k3 import SHAPES, random_model
@@ -134,7 +135,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--requests", type=int, default=32, help="that are idle")
     parser.add_argument("--frames", type=int, default=40, help="in the meantime")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights")
+    parser.add_argument("--seed", type=seed_argument, default=0, help="of the weights")
     parser.add_argument("--json", type=Path, help="write everything to this file")
     options = parser.parse_args(arguments)
     if min(options.requests, options.frames) < 1:

@@ -13,6 +13,7 @@ import torch
 
 from dspark.console import Parser, module_command
 from dspark.files import atomic_write_json
+from dspark.seeds import seed_argument
 from dspark_eval.environment import heading
 from dspark_eval.lossless.report import DRAWS, run_suite
 
@@ -22,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run, print, and say by the exit code whether everything was as it must be."""
     parser = Parser(prog="python -m dspark_eval.lossless", description=__doc__)
     parser.add_argument("--full", action="store_true", help="every cell of the grid")
-    parser.add_argument("--seed", type=int, default=0, help="of all draws")
+    parser.add_argument("--seed", type=seed_argument, default=0, help="of all draws")
     parser.add_argument("--draws", type=int, default=DRAWS, help="texts per sampled case")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--json", type=Path, help="write the report to this file")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dspark.console import Parser, module_command
+from dspark.seeds import seed_argument
 from dspark_eval.policies.report import ReportOptions, run_report
 
 
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--n-prompts", type=int, default=30, help="prompts of each set")
     parser.add_argument("--max-new-tokens", type=int, default=192)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=980406)
+    parser.add_argument("--seed", type=seed_argument, default=980406)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--cost-model", type=Path, help="step times; else they are measured")
     options = parser.parse_args(arguments)

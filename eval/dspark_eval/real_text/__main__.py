@@ -33,6 +33,7 @@ from dspark.devices import find_device
 from dspark.errors import UserError
 from dspark.files import read_json
 from dspark.runtime.loading import LoadedTarget, load_target
+from dspark.seeds import seed_argument
 from dspark_eval.real_text.answers import Asked, answer, check_asked, is_answered, read_rows
 from dspark_eval.real_text.arms import (
     CANDIDATES,
@@ -252,7 +253,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--arm", nargs="+", default=[CHOSEN],
                         help="a drafter, speed: several; chosen: our best candidate")  # fmt: skip
-    parser.add_argument("--seeds", type=int, nargs="+", help="train, repeat: one after the other")
+    parser.add_argument("--seeds", type=seed_argument, nargs="+", help="train, repeat: in turn")
     parser.add_argument("--seconds", type=float, default=200.0, help="of training")
     parser.add_argument("--long-seconds", type=float, default=LONGEST, help="of long training")
     parser.add_argument("--beside", nargs="+", default=[], help="train, warm: arms together")
@@ -269,9 +270,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--answer-batch", type=int, default=5120, help="answered side by side")
     parser.add_argument("--batch", type=int, default=256, help="prompts measured side by side")
     parser.add_argument("--memory", type=float, help="GB of the GPU that a process may take")
-    parser.add_argument(
-        "--per-set", type=int, help="prompts of each set; if left out all, 2 for speed"
-    )
+    parser.add_argument("--per-set", type=int, help="prompts of each set; else all, 2 for speed")
     parser.add_argument(
         "--slow-per-set", type=int, help="speed: those of all ways but recorded frames; 0: none"
     )
