@@ -116,9 +116,9 @@ COSTS = {
 
 _WAY = {"tokens_per_s": 400.0, "frame_ms_p50": 2.0, "frame_ms_p99": 2.5}
 FRAMES = {
-    "command": "python -m dspark_eval.frame_speed", "target": "nano", "batch": 8,
-    "temperature": 0.0, "chosen": 3, "draft_length": 3, "frames": {}, "plain_frames": {},
-    "environment": ENVIRONMENT,
+    "schema_version": 1, "command": "python -m dspark_eval.frame_speed", "target": "nano",
+    "batch": 8, "temperature": 0.0, "chosen": 3, "draft_length": 3, "frames": {},
+    "plain_frames": {}, "environment": ENVIRONMENT,
     "suites": {
         "words": {
             "n_prompts": 2, "plain": _WAY, "speculative": {**_WAY, "tokens_per_s": 700.0},

@@ -47,6 +47,7 @@ HISTORY = [
     },
 ]  # fmt: skip
 CURVE = {
+    "schema_version": 1,
     "draft": "runs/mine", "steps": 300, "prompts": 4, "temperature": 0.0,
     "speed_from": "bytes at 100 GB/s (a guess)",
     "points": [
@@ -202,9 +203,12 @@ def test_a_damaged_file_is_named_with_its_line(command: Run, tmp_path: Path) -> 
 
 def test_a_file_of_another_version_is_named(tmp_path: Path) -> None:
     atomic_write_json(
-        tmp_path / "eval.json", {"suites": {"x": {}}, "draft_length": 3, "drafter": "d"}
+        tmp_path / "eval.json",
+        {"schema_version": 1, "suites": {"x": {}}, "draft_length": 3, "drafter": "d"},
     )
-    with pytest.raises(UserError, match=r"eval\.json: not as this version .*KeyError"):
+    with pytest.raises(
+        UserError, match=r"eval\.json: not as this .*: `temperature` is missing, .*; measure again"
+    ):
         run_report([tmp_path], tmp_path / "out")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 import multiprocessing
 import os
 import re
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dspark import files
+from dspark import cli, console, files
 from dspark.errors import UserError
 from dspark.files import atomic_write_json, json_text, read_json
 from dspark_eval.acceptance import run_eval
@@ -80,6 +82,7 @@ def test_whatever_is_missing_or_of_another_sort_is_one_line(tmp_path: Path, name
             except UserError as error:
                 said.append(str(error))
     assert all(line.startswith(str(path)) for line in said)
+    assert not any(re.search(r"Error\b|Stop|object has|generator", line) for line in said)
     assert len(places) / 2 < len(said) < 2 * len(places)
 
 
@@ -89,6 +92,59 @@ def test_a_report_that_is_none_is_one_line(tmp_path: Path, sources: Any) -> None
     atomic_write_json(path, {"kind": "dspark report", "schema_version": 1, "sources": sources})
     with pytest.raises(UserError, match=r"report\.json: not as this version of dspark writes it"):
         find_all([path])
+
+
+def _with(change: dict[str, Any], **of_suite: Any) -> dict[str, Any]:
+    (name,) = EVAL["suites"]
+    return {**EVAL, "suites": {"words": {**EVAL["suites"][name], **of_suite}}, **change}
+
+
+UNVERSIONED = {key: value for key, value in EVAL.items() if key != "schema_version"}
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        (_with({}, accepted_length=math.nan), "suites.words.accepted_length is NaN"),
+        (_with({}, acceptance_rate=-math.inf), "suites.words.acceptance_rate is -Infinity"),
+        (_with({}, conditional_acceptance=[0.5, math.inf]), "conditional_acceptance[1] is Infin"),
+        (_with({"suites": {}}), "`suites` is empty, so nothing was measured"),
+        ({**COMPARISON, "suites": {}}, "`suites` is empty, so nothing was measured"),
+        ({"schema_version": 99, "suites": {}}, "schema_version 99, this dspark reads up to 2"),
+        (UNVERSIONED, "has no `schema_version`"),
+        (_with({"schema_version": "1"}), "schema_version is '1', expected a whole number"),
+        (_with({"schema_version": True}), "schema_version is True, expected a whole number"),
+        (_with({}, samples=[{"prompt": 0}]), "`why` is missing"),
+        (_with({}, lossless="fine"), "a value in it is of another sort than expected"),
+        (_with({"suites": "fine"}), "a text stands in it where an object or a list was expected"),
+    ],
+)
+def test_a_damaged_evaluation_says_file_fault_and_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], document: Any, expected: str
+) -> None:
+    """Named itself, found in its folder, and as a source of an earlier report."""
+    path, report = tmp_path / "eval.json", tmp_path / "old" / "report.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    sources = [{"kind": "eval", "path": "eval.json", "value": document}]
+    held = {"kind": "dspark report", "schema_version": 1, "sources": sources}
+    report.parent.mkdir()
+    report.write_text(json.dumps(held), encoding="utf-8")
+    for asked in (path, tmp_path, report):
+        code = console.run(cli.app, ["report", str(asked), "--out", str(tmp_path / "out")])
+        said = capsys.readouterr()
+        assert (code, said.out, said.err.count("\n")) == (2, "", 1)
+        if asked is not report:
+            assert said.err.startswith(f"error: {path}: ")
+            assert expected in said.err
+        assert "leave" in said.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_the_newest_schema_is_not_is_left_alone_in_a_folder(tmp_path: Path) -> None:
+    """Files of other programs, and of no report: only measurements' own names are looked at."""
+    atomic_write_json(tmp_path / "costs.json", COSTS)
+    (tmp_path / "other.json").write_text('{"schema_version": 99, "x": NaN}', encoding="utf-8")
+    assert [item.kind.name for item in find_all([tmp_path])] == ["cost model"]
 
 
 # ------------------------------------------------------------------ an error beside its floor

@@ -25,7 +25,8 @@ from dspark.files import atomic_write_json, atomic_write_text
 from dspark_eval.environment import git_revision
 from dspark_eval.reporting import headline, markdown, page, throughput
 from dspark_eval.reporting.blocks import Section, block_json
-from dspark_eval.reporting.sources import REPORT_KIND, Found, as_written, find, find_all
+from dspark_eval.reporting.refusals import as_written
+from dspark_eval.reporting.sources import REPORT_KIND, Found, find, find_all
 
 __all__ = ["find", "run_report"]
 

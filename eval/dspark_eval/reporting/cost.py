@@ -15,6 +15,7 @@ from dspark_eval.plots import GREY, MARKERS, SERIES, tidy
 from dspark_eval.reporting import words
 from dspark_eval.reporting.blocks import Block, Picture, Prose, Section, table
 from dspark_eval.reporting.figures import panel
+from dspark_eval.reporting.refusals import Unreadable
 from dspark_eval.reporting.words import machine
 
 if TYPE_CHECKING:
@@ -29,7 +30,10 @@ def cost_model(source: str, value: Any) -> Section:
 
 
 def _blocks(value: Mapping[str, Any]) -> Iterator[Block]:
-    model = cost_model_from_dict(value)
+    try:
+        model = cost_model_from_dict(value)
+    except ValueError as problem:
+        raise Unreadable(str(problem)) from None
     where = f", {machine(model.environment)}" if model.environment else ""
     yield Prose(
         f"`{model.drafter}` drafting for `{model.target}` after "

@@ -10,7 +10,6 @@ and so is a damaged one: a number must not be missing from a page without a word
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from dspark.files import read_json
 from dspark.runtime.cost_model import is_cost_model
 from dspark_eval.reporting import acceptance, comparison, confidence, cost, frames, speed, training
 from dspark_eval.reporting.blocks import Section
+from dspark_eval.reporting.refusals import as_written, check_contents, check_schema
 from dspark_eval.study.runs import STUDY_FILE
 
 EXPECTED = (
@@ -39,6 +39,7 @@ class Kind:
     whole    hides what lies below its folder
     load     from the file's value to what the section needs, where that is more
     newest   the newest schema that is understood here
+    versioned   every dspark has written the schema into it
     """
 
     name: str
@@ -47,6 +48,12 @@ class Kind:
     whole: bool = False
     load: Callable[[Path, Any], Any] = lambda path, value: value
     newest: int = 1
+    versioned: bool = True
+
+    def check(self, path: Path, value: Any) -> None:
+        """Raises UserError for a schema or numbers that cannot be shown."""
+        check_schema(path, value, self.newest, versioned=self.versioned)
+        check_contents(path, value)
 
 
 @dataclass(frozen=True)
@@ -61,21 +68,6 @@ class Found:
         """What is shown of it. Raises UserError where it lacks what its kind should hold."""
         with as_written(self.path):
             return self.kind.section(str(self.path), self.value)
-
-
-@contextmanager
-def as_written(path: Path | str) -> Iterator[None]:
-    """Inside, whatever a file's value lacks or has of another sort is a UserError naming it."""
-    try:
-        yield
-    except _OTHERWISE as problem:
-        raise UserError(
-            f"{path}: not as this version of dspark writes it ({problem!r}); measure again, or "
-            "leave it out"
-        ) from None
-
-
-_OTHERWISE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError)
 
 
 def _has(*keys: str) -> Callable[[Any], bool]:
@@ -96,6 +88,7 @@ STUDY = Kind(
     training.study,
     whole=True,
     load=training.load_study,
+    versioned=False,
 )
 KINDS = (
     Kind("bench", _has("speedup", "extra"), speed.bench),
@@ -105,15 +98,24 @@ KINDS = (
     Kind("eval", _has("suites", "draft_length", "drafter"), acceptance.evaluation),
     Kind("comparison", _is("comparison"), comparison.comparison),
     Kind("ordering", _is("table1"), comparison.ordering, newest=2, whole=True),
-    Kind("real text", _has("arms", "against_reference"), comparison.real_text, whole=True),
+    Kind(
+        "real text",
+        _has("arms", "against_reference"),
+        comparison.real_text,
+        whole=True,
+        versioned=False,
+    ),
     Kind("calibration", _has("settings", "bins", "dataset"), confidence.calibration),
     Kind("policies", _has("sweeps", "stops", "sets"), confidence.policies),
     Kind("cost model", is_cost_model, cost.cost_model),
-    Kind("training", _is_history, training.training, load=training.load_training),
+    Kind("training", _is_history, training.training, load=training.load_training, versioned=False),
     STUDY,
     Kind("pruning curve", _has("points", "speed_from"), training.curve, whole=True),
 )
 """In the order in which a report shows them."""
+NEWEST = max(kind.newest for kind in KINDS)
+MEASURED = ("eval.json", "compare.json", "reliability.json", "curve.json")
+"""Names under which a measurement is looked for even where nothing in the file tells its kind."""
 
 
 def find(path: Path) -> list[Found]:
@@ -122,6 +124,8 @@ def find(path: Path) -> list[Found]:
         raise UserError(f"{path}: no such folder or file")
     if path.is_file():
         found = list(_known([path]))
+        if not found:
+            check_schema(path, read_json(path), NEWEST, versioned=False)
     else:
         found = list(_known(sorted(path.glob("*.json"))))
         whole = [item for item in found if item.kind.whole]
@@ -149,17 +153,19 @@ def _known(files: Sequence[Path]) -> Iterator[Found]:
             yield from _of_report(path, value)
             continue
         kind = next((kind for kind in KINDS if kind.fits(value)), None)
+        if kind is None and path.name in MEASURED:
+            check_schema(path, value, NEWEST, versioned=False)
         if kind is None or (kind is STUDY and path.name != STUDY_FILE):
             continue
-        _refuse_newer(path, value, kind.newest)
         with as_written(path):
+            kind.check(path, value)
             loaded = kind.load(path, value)
         yield Found(kind, path, loaded)
 
 
 def _of_report(path: Path, value: Mapping[str, Any]) -> Iterator[Found]:
     """What an earlier report was made from."""
-    _refuse_newer(path, value, 1)
+    check_schema(path, value, 1, versioned=True)
     kinds = {kind.name: kind for kind in KINDS}
     with as_written(path):
         sources = [(s["kind"], Path(s["path"]), s["value"]) for s in value.get("sources", ())]
@@ -169,14 +175,6 @@ def _of_report(path: Path, value: Mapping[str, Any]) -> Iterator[Found]:
             raise UserError(
                 f"{path}: holds a {name!r}, which this dspark does not know; update dspark"
             )
-        _refuse_newer(path, held, kind.newest)
+        with as_written(path):
+            kind.check(path, held)
         yield Found(kind, place, held)
-
-
-def _refuse_newer(path: Path, value: Any, newest: int) -> None:
-    version = value.get("schema_version") if isinstance(value, Mapping) else None
-    if isinstance(version, int) and version > newest:
-        raise UserError(
-            f"{path}: schema_version {version}, this dspark reads up to {newest}; update dspark, "
-            "or leave the file out"
-        )
