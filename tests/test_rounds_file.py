@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from dspark import cli, console
 from dspark.errors import UserError
 from dspark_eval import acceptance
 from dspark_eval.acceptance import run_eval
+from dspark_eval.profiles import CONTEXT_EDGES
 from dspark_eval.settings import EvalOptions
 from tests.tiny_pair import TinyPair, write_pair
 
@@ -68,6 +71,37 @@ def test_figures_come_out_of_the_lines_again(pair: TinyPair, tmp_path: Path) -> 
     assert {r["id"] for r in found["prompts"]} == {None}
     first = [r["round"] for r in found["chats"] if (r["prompt"], r["turn"]) == (0, 0)]
     assert first == list(range(len(first)))
+
+
+def test_context_buckets_come_out_of_the_lines_again(pair: TinyPair, tmp_path: Path) -> None:
+    """By `context` alone; answers that cross an edge, where the prompt's length gives others."""
+    prompts = [{"prompt": "a 7 " * n} for n in range(47, 54)]
+    chats = tmp_path / "edge.jsonl"
+    chats.write_text("".join(json.dumps(row) + "\n" for row in prompts), encoding="utf-8")
+    asked = replace(options(pair, tmp_path / "rounds.jsonl"), suites=(str(chats),))
+    document = run_eval(asked)
+    text = (tmp_path / "rounds.jsonl").read_text(encoding="utf-8")
+    rounds = [json.loads(line) for line in text.splitlines()]
+
+    def buckets(key: str) -> list[tuple[int, int, float]]:
+        own: dict[int, list[int]] = defaultdict(list)
+        for entry in rounds:
+            own[max(e for e in (0, *CONTEXT_EDGES) if e <= entry[key])].append(entry["emitted"])
+        return [(low, len(e), sum(e) / len(e)) for low, e in sorted(own.items())]
+
+    found = document["suites"]["edge"]["context_buckets"]
+    assert buckets("context") == [(b["low"], b["rounds"], b["accepted_length"]) for b in found]
+    assert buckets("context") != buckets("prompt_tokens")
+    for entry in rounds:
+        assert (entry["context"] == entry["prompt_tokens"]) == (entry["round"] == 0)
+
+
+def test_every_key_of_a_round_is_defined(pair: TinyPair, tmp_path: Path) -> None:
+    run_eval(options(pair, tmp_path / "rounds.jsonl"))
+    keys = set(json.loads((tmp_path / "rounds.jsonl").read_text("utf-8").splitlines()[0]))
+    page = (Path(__file__).parents[1] / "eval" / "README.md").read_text("utf-8")
+    rows = page.split("| key of a round | |")[1].split("\n\n")[0].splitlines()[2:]
+    assert keys == {key for row in rows for key in re.findall(r"`(\w+)`", row.split("|")[1])}
 
 
 def test_a_place_that_cannot_be_written_is_refused_first(

@@ -3,11 +3,13 @@ again.
 
     suite, prompt, id, turn, round   where it stands: place in the set, the row's own id or null,
                                      turn of the conversation and round of the answer from 0
-    context                          tokens before the answer
+    prompt_tokens, context           tokens in front of the answer, and in front of the round's
+                                     anchor, which `context_buckets` of eval.json go by
     drafted, verified, accepted, emitted, level, rows, sibling, bands, confidence, entropy,
     draft_s, verify_s, other_s, distance      as `dspark.runtime.records.RoundRecord` says
 
-An answer that is no more than its first token has no round and no line; `n_prompts` of eval.json
+Lines without `prompt_tokens` are of an older dspark: their `context` is the prompt's length. An
+answer that is no more than its first token has no round and no line; `n_prompts` of eval.json
 counts it. With S_j = #(accepted >= j) / #(verified >= j) over the lines of a set, and accepted
 length = sum emitted / number of lines, eval.json's figures of rounds come out again.
 """
@@ -40,10 +42,17 @@ class RoundsFile:
                     "id": row.metadata.get("id"),
                     "turn": number,
                 }
+                prompt_tokens = context = len(turn.prompt)  # the first anchor begins the answer
                 for index, record in enumerate(turn.answer.rounds):
-                    facts = {**place, "round": index, "context": len(turn.prompt)}
+                    facts = {
+                        **place,
+                        "round": index,
+                        "prompt_tokens": prompt_tokens,
+                        "context": context,
+                    }
                     entry = {**facts, **asdict(record), "rows": record.target_rows}
                     self.lines.append(json.dumps(entry, allow_nan=False))
+                    context += record.emitted
 
     def write(self, path: Path) -> None:
         """All of it in one step."""
