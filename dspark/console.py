@@ -49,7 +49,8 @@ def run(app: typer.Typer, args: Sequence[str]) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
-            code = app(spread_values(args), prog_name="dspark", standalone_mode=False)
+            typed = shlex.join(["dspark", *args])  # commands find it as their context's `obj`
+            code = app(spread_values(args), prog_name="dspark", standalone_mode=False, obj=typed)
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted(args)
     except _UsageError as error:

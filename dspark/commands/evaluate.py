@@ -170,6 +170,7 @@ def evaluate(
         run_code=run_code,
         concurrency=tuple(concurrency),
         rounds=rounds,
+        command=context.obj,
         **settings,
     )
     from dspark_eval.acceptance import run_eval

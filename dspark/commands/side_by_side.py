@@ -43,6 +43,7 @@ def side_by_side(context: typer.Context, settings: Mapping[str, Any]) -> None:
         contenders=tuple(given["compare"]),
         suites=tuple(given["suite"]),
         quiet=given["as_json"],
+        command=context.obj,
         **{name: settings[name] for name in SHARED},
         **{name: given[name] for name in AS_GIVEN},
     )

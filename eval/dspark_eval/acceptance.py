@@ -14,7 +14,7 @@ from typing import Any
 
 from dspark.draft.calibration import NOT_CALIBRATED
 from dspark.files import atomic_write_json, prepare_folder
-from dspark.runtime.loading import SHIPPED
+from dspark.runtime.loading import SHIPPED, target_folder
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
 from dspark_eval.busy import say_if_busy
@@ -24,6 +24,7 @@ from dspark_eval.costs import Costs, find_costs
 from dspark_eval.document import SCHEMA_VERSION
 from dspark_eval.drafting import Drafted
 from dspark_eval.grading import exact_answers as exact_answers
+from dspark_eval.measured_files import drafter_files, target_files
 from dspark_eval.pair import Pair, load_pair
 from dspark_eval.protocols import Measured, departures, protocol_document
 from dspark_eval.report import print_eval, progress
@@ -78,6 +79,10 @@ def eval_pair(
     sampling = options.sampling()
     costs = _costs(pair, suites, options)
     cost = None if costs is None else costs.model
+    identity = {  # before anything is measured: a file may be replaced meanwhile
+        "drafter": drafter_files(Path(options.draft)),
+        "target": target_files(target_folder(options.target), pair.chat.tokenizer),
+    }
     drafted = Drafted.of(options, pair.drafter, sampling, cost)
     results = {}
     for suite in suites:
@@ -97,6 +102,8 @@ def eval_pair(
         "policy": drafted.policy.name,
         "verification": drafted.method,
         "seed": options.seed,
+        "command": options.command,
+        "identity": identity,
         "protocol": protocol_document(options.protocol, options, measured),
         "suites": results,
         "warnings": [

@@ -38,6 +38,8 @@ from dspark_eval.compare_figures import held_against_the_law, summaries
 from dspark_eval.compare_table import markdown, print_comparison
 from dspark_eval.contenders import (
     BLOCK_KINDS,
+    LOOKUP,
+    MODEL,
     PLAIN,
     Contender,
     chat_of,
@@ -47,6 +49,7 @@ from dspark_eval.contenders import (
 from dspark_eval.environment import describe_environment
 from dspark_eval.fidelity import fidelity_warnings
 from dspark_eval.long_context import prompts_in_context
+from dspark_eval.measured_files import drafter_files, target_files
 from dspark_eval.protocols import Measured, departures, protocol_document
 from dspark_eval.report import progress
 from dspark_eval.speed import Decode, hash_tokens
@@ -62,6 +65,7 @@ class CompareOptions(Decoding):
 
     draft_length: None: each its own block. n_prompts, suite_dir: see `load_suites`. out: folder for
     compare.json and compare.md. protocol: whose settings these are, said with the numbers.
+    command: the command line, kept beside them.
     Raises UserError for what cannot be compared.
     """
 
@@ -74,6 +78,7 @@ class CompareOptions(Decoding):
     out: Path | None = None
     suite_dir: Path | None = None
     protocol: str | None = None
+    command: str | None = None
 
     def __post_init__(self) -> None:
         names = self.contenders
@@ -111,6 +116,7 @@ class Compared:
     prompts: Mapping[str, list[list[int]]]
     warnings: tuple[str, ...]
     unread: frozenset[str] = frozenset()
+    identity: Mapping[str, Any] | None = None
 
 
 def run_compare(options: CompareOptions) -> dict[str, Any]:
@@ -156,7 +162,8 @@ def load_all(options: CompareOptions) -> Compared:
     warnings += [note for s in suites for note in (*s.notes, *s.first_turn_note)]
     prompts = {suite.name: _prompt_ids(chat, suite) for suite in suites}
     unread = frozenset(suite.name for suite in suites if suite.context)
-    return Compared(loaded.target, opened, prompts, tuple(warnings), unread)
+    identity = target_files(loaded.path, loaded.tokenizer)
+    return Compared(loaded.target, opened, prompts, tuple(warnings), unread, identity)
 
 
 def _prompt_ids(chat: ChatFormat, suite: Suite) -> list[list[int]]:
@@ -206,11 +213,20 @@ def compare_all(loaded: Compared, options: CompareOptions) -> dict[str, Any]:
         "verification": options.verification,
         "seed": options.seed,
         "protocol": protocol_document(options.protocol, options, measured),
-        "contenders": [contender.facts() for contender in loaded.contenders],
+        "contenders": [_facts(contender) for contender in loaded.contenders],
         "suites": results,
         "warnings": [*alarms, *departures(options.protocol, options, measured), *loaded.warnings],
+        "command": options.command,
+        "identity": {"target": loaded.identity},
         "environment": describe_environment(loaded.target.device, loaded.target.dtype),
     }
+
+
+def _facts(contender: Contender) -> dict[str, Any]:
+    """What a contender is; `identity` of its files, null for one without a folder."""
+    folder = Path(contender.name.removeprefix(MODEL))
+    here = contender.kind not in (PLAIN, LOOKUP) and folder.is_dir()
+    return {**contender.facts(), "identity": drafter_files(folder) if here else None}
 
 
 def _decode(contender: Contender, target: Target, options: CompareOptions) -> Decode:

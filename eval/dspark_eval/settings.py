@@ -81,6 +81,7 @@ class EvalOptions(Drafting):
     turns: of a conversation, None = all. plain: conversations of each set that plain decoding
     answers too. check_texts: hold every text against the target. run_code: run model-written code.
     concurrency: batch sizes at which both ways of decoding are timed. rounds: file of every round.
+    command: the command line, kept beside the numbers.
     """
 
     suites: tuple[str, ...] = ("nano",)
@@ -95,6 +96,7 @@ class EvalOptions(Drafting):
     run_code: bool = False
     concurrency: tuple[int, ...] = ()
     rounds: Path | None = None
+    command: str | None = None
 
     def __post_init__(self) -> None:
         self.check()

@@ -8,6 +8,7 @@ from typing import Any
 
 from dspark.wording import counted
 from dspark_eval.cells import NOT_MEASURED, interval, number, percent, percent_of
+from dspark_eval.measured_files import short_hash
 from dspark_eval.plots import draw_positions
 from dspark_eval.report_notes import policy_words
 from dspark_eval.reporting import words
@@ -33,7 +34,8 @@ def _evaluation(value: Mapping[str, Any]) -> Iterator[Block]:
     if value.get("policy", "fixed") != "fixed":
         setting = f"temperature {value['temperature']:g}, policy {policy_words(first)}"
     yield Prose(
-        f"`{value['drafter']}` for `{value['target']}`, {setting}, at most "
+        f"`{value['drafter']}`{short_hash((value.get('identity') or {}).get('drafter'))} for "
+        f"`{value['target']}`, {setting}, at most "
         f"{counted(first['max_new_tokens'], 'new token')}, seed {value['seed']}, "
         f"{machine(first['environment'])}. Pooled over prompts, the bonus token included; 95 % "
         "bootstrap over prompts. Lossless check: the target has read every text again."

@@ -15,6 +15,7 @@ from dspark_eval.baselines.table import SCHEMA_VERSION
 from dspark_eval.baselines.table_text import equal, rate_table, rate_title, setting_table
 from dspark_eval.cells import number
 from dspark_eval.compare_table import markdown
+from dspark_eval.measured_files import short_hash
 from dspark_eval.plots import BLUE, GREY, MARKERS, SERIES, position_bounds, tidy
 from dspark_eval.real_text.table import tables
 from dspark_eval.reporting.blocks import Block, Picture, Prose, Section, from_markdown, notes
@@ -43,6 +44,13 @@ def _comparison(value: Mapping[str, Any]) -> Iterator[Block]:
         f"seed. Ratios are to `{value['reference']}`, speed-ups to plain decoding; 95 % over "
         "prompts, resampled in pairs."
     )
+    hashed = [
+        f"`{entry['name']}`{short_hash(entry.get('identity'))}"
+        for entry in value["contenders"]
+        if entry.get("identity")
+    ]
+    if hashed:
+        yield Prose(f"Drafters: {', '.join(hashed)}.")
     for index, (suite, found) in enumerate(value["suites"].items(), start=1):
         caption = f"{suite}, {counted(found['n_prompts'], 'prompt')}"
         alone = markdown({**value, "suites": {suite: found}, "warnings": []})

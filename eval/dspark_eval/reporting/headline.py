@@ -11,6 +11,7 @@ from typing import Any
 
 from dspark.wording import counted
 from dspark_eval.cells import NOT_MEASURED, interval, number, percent
+from dspark_eval.measured_files import short_hash
 from dspark_eval.reporting.acceptance import verdict
 from dspark_eval.reporting.blocks import Block, Prose, Section, notes, table
 from dspark_eval.reporting.frames import speculative
@@ -281,7 +282,7 @@ def _origin_row(item: Found) -> Sequence[str]:
         f"`{item.path}`",
         item.kind.name,
         _text(value.get("target") or (settings or {}).get("target", {}).get("name")),
-        _text(value.get("drafter")),
+        _text(value.get("drafter")) + short_hash((value.get("identity") or {}).get("drafter")),
         _text(value.get("schema_version")),
         _text(facts.get("date"))[:16].replace("T", " "),
         _text(facts.get("dspark")),
