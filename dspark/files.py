@@ -19,20 +19,45 @@ from typing import Any
 from dspark.errors import UserError
 
 
-def prepare_folder(folder: Path | str) -> None:
+def prepare_folder(folder: Path | str, asked: str | None = None) -> None:
     """Make a folder that long work will write into, before the work.
 
-    Raises UserError where it cannot be made or written.
+    Raises UserError where it cannot be made or written, which begins with what was `asked` for (an
+    option and its value; None: the folder).
     """
     folder = Path(folder)
+    asked = str(folder) if asked is None else asked
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"{folder}: cannot be made ({error.strerror}); choose another place to write to"
+            f"{asked}: cannot be made ({error.strerror}); choose another place to write to"
         ) from None
     if not os.access(folder, os.W_OK):
-        raise UserError(f"{folder}: cannot be written; choose another place to write to")
+        raise UserError(f"{asked}: cannot be written; choose another place to write to")
+    try:  # whoever may do everything may not write everywhere: /proc takes no file
+        tempfile.NamedTemporaryFile(prefix=".", suffix=".tmp", dir=folder).close()
+    except OSError as error:
+        raise UserError(
+            f"{asked}: cannot be written ({error.strerror}); choose another place to write to"
+        ) from None
+
+
+@contextmanager
+def prepared_folder(folder: Path | str, asked: str | None = None) -> Iterator[None]:
+    """`prepare_folder`; where the body fails or is interrupted, what was made goes if empty."""
+    folder = Path(folder)
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        prepare_folder(folder, asked)
+        yield
+    except BaseException:
+        for place in made:  # the innermost first
+            try:
+                place.rmdir()
+            except OSError:  # something was written there, or it was never made
+                break
+        raise
 
 
 @contextmanager
@@ -43,7 +68,10 @@ def atomic_file(final: Path | str) -> Iterator[Path]:
     """
     final = Path(final)
     final.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=".tmp", dir=final.parent)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=".tmp", dir=final.parent)
+    except OSError as error:  # nobody asked for a file of the sibling's name
+        raise OSError(error.errno, error.strerror, str(final)) from None
     os.close(handle)
     try:
         yield Path(name)

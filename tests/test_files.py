@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -19,6 +20,7 @@ from dspark.files import (
     atomic_write_json,
     atomic_write_text,
     prepare_folder,
+    prepared_folder,
     read_json,
     recover_folder,
 )
@@ -245,3 +247,38 @@ def test_a_folder_is_prepared_before_long_work_or_refused(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file/x: cannot be made"):
         prepare_folder(tmp_path / "file" / "x")
+
+
+def test_a_made_folder_goes_again_if_nothing_came_of_it(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    for folder in (tmp_path / "a" / "b", old):
+        with pytest.raises(KeyboardInterrupt), prepared_folder(folder):
+            assert list(folder.iterdir()) == []
+            raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == [old]
+    with pytest.raises(KeyboardInterrupt), prepared_folder(tmp_path / "c" / "d"):
+        (tmp_path / "c" / "kept").write_text("")
+        raise KeyboardInterrupt
+    assert list((tmp_path / "c").iterdir()) == [tmp_path / "c" / "kept"]
+    with prepared_folder(tmp_path / "e"):
+        pass
+    assert (tmp_path / "e").is_dir()
+
+
+def test_a_folder_that_takes_no_file_is_refused_by_what_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some folders say that they can be written, and take nothing: /proc, for who may do all."""
+
+    def refuse(*given: object, **named: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "/x/.name.k0c5cb2h.tmp")
+
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", refuse)
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    asked = f"--rounds {tmp_path / 'x'}"
+    with pytest.raises(UserError, match=f"^{re.escape(asked)}: cannot be written .No such file"):
+        prepare_folder(tmp_path, asked)
+    with pytest.raises(FileNotFoundError) as told:
+        atomic_write_text(tmp_path / "x", "text")
+    assert told.value.filename == str(tmp_path / "x")

@@ -16,6 +16,7 @@ from dspark.errors import UserError
 from dspark_eval import acceptance
 from dspark_eval.acceptance import run_eval
 from dspark_eval.profiles import CONTEXT_EDGES
+from dspark_eval.rounds_file import RoundsFile
 from dspark_eval.settings import EvalOptions
 from tests.tiny_pair import TinyPair, write_pair
 
@@ -115,8 +116,49 @@ def test_a_place_that_cannot_be_written_is_refused_first(
     asked = options(pair, tmp_path / "closed" / "rounds.jsonl")
     monkeypatch.setattr(acceptance, "eval_pair", lambda *a: pytest.fail("something is measured"))
     monkeypatch.setattr("os.access", lambda path, mode: "closed" not in str(path))
-    with pytest.raises(UserError, match="closed: cannot be written"):
+    with pytest.raises(UserError, match=r"--rounds .*closed.*: cannot be written"):
         run_eval(asked)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="Linux has /proc")
+def test_proc_takes_no_rounds_and_says_so_before_measuring(
+    pair: TinyPair, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acceptance, "eval_pair", lambda *a: pytest.fail("something is measured"))
+    words = ["eval", "--draft", pair.draft, "--target", pair.target, "--rounds", "/proc/x"]
+    assert console.run(cli.app, list(map(str, words))) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: --rounds /proc/x: cannot be written")
+    assert (said.out, said.err.count("\n")) == ("", 1)
+
+
+def test_a_disk_that_fills_up_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match=r"^--rounds .*r\.jsonl: cannot be written \(No space left"):
+        RoundsFile(["{}"]).write(tmp_path / "r.jsonl")
+
+
+@pytest.mark.parametrize("compare", [False, True])
+def test_an_interrupted_run_leaves_no_empty_folder(
+    pair: TinyPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compare: bool
+) -> None:
+    def interrupted(*given: object) -> None:
+        assert (tmp_path / "new" / "out").is_dir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(acceptance, "eval_pair", interrupted)
+    monkeypatch.setattr("dspark_eval.compare.compare_all", interrupted)
+    ways = (
+        ["--compare", pair.draft, "lookup"]
+        if compare
+        else ["--draft", pair.draft, "--rounds", tmp_path / "rounds" / "r.jsonl"]
+    )
+    words = ["eval", *ways, "--target", pair.target, "--out", tmp_path / "new" / "out"]
+    assert console.run(cli.app, list(map(str, words))) == 130
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_rounds_are_of_one_drafter(

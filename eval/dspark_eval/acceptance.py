@@ -9,11 +9,12 @@ do.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from dspark.draft.calibration import NOT_CALIBRATED
-from dspark.files import atomic_write_json, prepare_folder
+from dspark.files import atomic_write_json, prepared_folder
 from dspark.runtime.loading import SHIPPED, target_folder
 from dspark.runtime.sampling import SamplingParams
 from dspark_eval import metrics
@@ -51,10 +52,19 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
     for suite in suites:
         check_concurrency(options.concurrency, len(suite.rows), suite.name)
     pair = load_pair(options)
-    if options.out is not None:
-        prepare_folder(options.out)
-    if options.rounds is not None:
-        prepare_folder(options.rounds.parent)
+    with ExitStack() as places:
+        if options.out is not None:
+            places.enter_context(prepared_folder(options.out, f"--out {options.out}"))
+        if options.rounds is not None:
+            asked = f"--rounds {options.rounds}"
+            places.enter_context(prepared_folder(options.rounds.parent, asked))
+        document = _measure_and_write(pair, suites, options)
+    if not options.quiet:
+        print_eval(document)
+    return document
+
+
+def _measure_and_write(pair: Pair, suites: Sequence[Suite], options: EvalOptions) -> dict[str, Any]:
     if options.concurrency or options.profile:
         say_if_busy()
     rounds = None if options.rounds is None else RoundsFile()
@@ -66,8 +76,6 @@ def run_eval(options: EvalOptions) -> dict[str, Any]:
 
         atomic_write_json(options.out / EVAL_FILE, document)
         plot_eval(document, options.out / PLOT_FILE)
-    if not options.quiet:
-        print_eval(document)
     return document
 
 

@@ -15,6 +15,7 @@ The intervals are about prompts (`intervals.py`). Only first turns are asked.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -24,7 +25,7 @@ import torch
 from dspark.devices import find_device
 from dspark.distill.chat import ChatFormat, RowError
 from dspark.errors import UserError
-from dspark.files import atomic_write_json, atomic_write_text, prepare_folder
+from dspark.files import atomic_write_json, atomic_write_text, prepared_folder
 from dspark.runtime.asked import check_max_new_tokens
 from dspark.runtime.judge import Method
 from dspark.runtime.loading import load_target
@@ -122,13 +123,13 @@ class Compared:
 def run_compare(options: CompareOptions) -> dict[str, Any]:
     """Compare; print the table, and write compare.json and compare.md into `out`."""
     loaded = load_all(options)
-    if options.out is not None:
-        prepare_folder(options.out)
-    say_if_busy()
-    document = compare_all(loaded, options)
-    if options.out is not None:
-        atomic_write_json(options.out / COMPARE_FILE, document)
-        atomic_write_text(options.out / TABLE_FILE, markdown(document))
+    out = options.out
+    with nullcontext() if out is None else prepared_folder(out, f"--out {out}"):
+        say_if_busy()
+        document = compare_all(loaded, options)
+        if out is not None:
+            atomic_write_json(out / COMPARE_FILE, document)
+            atomic_write_text(out / TABLE_FILE, markdown(document))
     if not options.quiet:
         print_comparison(document)
     return document

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from dspark.errors import UserError
 from dspark.files import atomic_write_text
 from dspark_eval.conversations import Conversation
 from dspark_eval.suites import Suite
@@ -55,5 +56,8 @@ class RoundsFile:
                     context += record.emitted
 
     def write(self, path: Path) -> None:
-        """All of it in one step."""
-        atomic_write_text(path, "".join(f"{line}\n" for line in self.lines))
+        """All of it in one step. Raises UserError where that fails, a full disk perhaps."""
+        try:
+            atomic_write_text(path, "".join(f"{line}\n" for line in self.lines))
+        except OSError as error:
+            raise UserError(f"--rounds {path}: cannot be written ({error.strerror})") from None
