@@ -182,6 +182,10 @@ def test_table_shows_every_set(evaluated, capsys):
     assert "second" in shown
     assert "second: few prompts (1): below" in shown
     assert "conditional acceptance by position" in shown
+    ends = {row.split()[0]: row.split() for row in shown.splitlines() if len(row.split()) > 8}
+    right = "100.0" if evaluated[0]["suites"]["prompts"]["exact_answers"] else "0.0"
+    assert ends["prompts"][-4:] == [right, "%", "of", "1"]  # of three prompts one has an answer
+    assert ends["second"][-1] == "-"
 
 
 def test_skipped_lines_reach_the_report(pair, tmp_path):

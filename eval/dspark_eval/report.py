@@ -169,7 +169,7 @@ def print_eval(document: dict[str, Any], console: Console | None = None) -> None
             percent(suite["acceptance_rate"]),
             percent(suite["acceptance_rate_with_bonus"]),
             percent(suite["loop_share"]),
-            percent(suite["exact_answers"]),
+            _exact(suite),
         )
     show(console, table)
     for name, suite in document["suites"].items():
@@ -183,6 +183,12 @@ def print_eval(document: dict[str, Any], console: Console | None = None) -> None
             say(console, line)
     for warning in document["warnings"]:
         say(console, f"warning: {warning}")
+
+
+def _exact(suite: dict[str, Any]) -> str:
+    """The share of right answers and of how many: not every prompt has an answer to hold one to."""
+    graded = suite["task"]
+    return NOT_MEASURED if graded is None else f"{percent(graded['value'])} of {graded['n']:.0f}"
 
 
 def _confidence_line(found: dict[str, Any]) -> str:
