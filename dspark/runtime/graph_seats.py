@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dspark import ops
 from dspark.runtime.frame_step import marks
-from dspark.runtime.sampling import SamplingParams, request_seed
+from dspark.runtime.sampling import SamplingParams, in_float32, request_seed
 
 MOST = 2**31 - 1
 """Beyond any vocabulary."""
@@ -79,17 +79,15 @@ class Chances:
         self.temperature = self.top_k = self.top_p = None
         if sampling.greedy:
             return
-        # beyond these numbers every setting says what the last one says
-        numbers = torch.finfo(torch.float32)
 
         def of_all(number: float, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.full((batch,), number, dtype=dtype, device=device)
 
-        self.temperature = of_all(min(max(sampling.temperature, numbers.tiny), numbers.max))
+        self.temperature = of_all(in_float32(sampling.temperature))
         if sampling.top_k:
             self.top_k = of_all(min(sampling.top_k, MOST), torch.int64)
         if sampling.top_p < 1:
-            self.top_p = of_all(max(sampling.top_p, numbers.tiny))
+            self.top_p = of_all(in_float32(sampling.top_p))
 
     def coins(self, seed: Tensor, position: Tensor, stream: int, count: int) -> Tensor | None:
         """[B, count] uniforms of one round, or None where nothing is drawn."""

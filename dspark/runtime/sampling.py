@@ -33,6 +33,11 @@ _TINY, _HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 _BELOW_ONE = 1.0 - torch.finfo(torch.float64).eps
 
 
+def in_float32(number: float) -> float:
+    """A temperature or top-p as float32 holds it; beyond, every one says what the last one says."""
+    return min(max(number, _TINY), _HUGE)
+
+
 class BadLogits(UserError):
     """A row of logits that defines no distribution: NaN, +inf, or nothing but -inf.
 
@@ -114,8 +119,7 @@ def to_probs(
     # push the others to -inf (probability 0) but never makes inf - inf. The floor keeps 0/T = 0
     # for temperatures that float32 cannot hold.
     if params.temperature != 1:
-        held = min(max(params.temperature, _TINY), _HUGE)
-        scores = (scores - scores.amax(-1, keepdim=True)) / held
+        scores = (scores - scores.amax(-1, keepdim=True)) / in_float32(params.temperature)
     if 0 < params.top_k < scores.shape[-1]:
         scores = _top_k(scores, params.top_k)
     if params.top_p < 1:
